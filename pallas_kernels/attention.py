@@ -6,6 +6,7 @@ mask allows. Chains, trees, prompt chunks and single tokens are special cases.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +80,8 @@ def tree_attention(
     mask: Bool[Array, "T N"] | Bool[Array, "B T N"],
     *,
     first_row: Int[Array, ""] | int | None = None,
+    seen_from: Int[Array, "B T"] | None = None,
+    softcap: float | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Array | tuple[Array, Array]:
@@ -94,12 +97,16 @@ def tree_attention(
         `Quantized`: they are dequantized when they are read, to q's dtype (`xla`) or to the
         accumulator dtype (`reference`, `cpu`). `mosaic` multiplies 8-bit integers directly and
         applies their scales to scores and weights.
-      lengths: live slots of each row, 0 to S.
+      lengths: the committed tokens of each row: 0 to S, or any number with `seen_from`.
       k_new, v_new: keys and values of tokens that are not in the cache.
       mask: True where a query may see a new token; [T, N] is shared by the rows.
       first_row: set if the caches have more rows than the queries: the queries belong to the B
         rows from this one on, which are read in place. The caller guarantees that they exist.
         None: the caches have B rows.
+      seen_from: of a sliding window, the first position of the prefix that each query sees. The
+        cache may then be a ring: position p is in slot p mod S, and the S newest positions are
+        seen at most. None: all of the prefix.
+      softcap: bound scores by softcap * tanh(score / softcap), after scaling; None: do not.
       return_lse: also return the log-sum-exp of the scaled scores.
       backend: a name from BACKENDS; None: `choose_backend` chooses.
 
@@ -111,10 +118,23 @@ def tree_attention(
       ValueError: unknown backend, or inconsistent shapes or dtypes.
     """
     _check(q, k_prefix, v_prefix, lengths, k_new, v_new, mask, first_row is not None)
-    attend = BACKENDS[choose_backend(backend, q.dtype, q.shape[3])]
+    chosen = choose_backend(backend, q.dtype, q.shape[3])
+    options: dict[str, Any] = {}
+    if seen_from is not None:
+        check_shapes(q, k_prefix, {"seen_from": (seen_from, "[B, T]", q.shape[:2])})
+        check_dtypes(q, {}, {"seen_from": seen_from})
+        options["seen_from"] = seen_from
+    if softcap is not None:
+        options["softcap"] = softcap
+    if options and chosen.startswith("mosaic"):
+        raise ValueError(
+            f"backend={chosen!r} does not support {' and '.join(options)}, which models with "
+            "sliding windows or capped scores need: use backend='xla', or omit backend"
+        )
     mask = mask if mask.ndim == 3 else mask[None]
     with jax.named_scope("tree_attention"):
-        out, lse = attend(q, k_prefix, v_prefix, lengths, k_new, v_new, mask, first_row)
+        arguments = q, k_prefix, v_prefix, lengths, k_new, v_new, mask, first_row
+        out, lse = BACKENDS[chosen](*arguments, **options)
     out = out.astype(q.dtype)
     return (out, lse) if return_lse else out
 

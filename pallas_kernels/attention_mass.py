@@ -29,6 +29,7 @@ def prefix_mass(
     seen: Int[Array, "B T"],
     lse: Float[Array, "B T H"] | None = None,
     *,
+    softcap: float | None = None,
     backend: str | None = None,
 ) -> Float[Array, "B K S"]:
     """Returns the attention paid to each slot, summed over T queries and G = H/K heads, [B, K, S].
@@ -44,6 +45,7 @@ def prefix_mass(
         nothing, whatever its lse.
       lse: log-sum-exp of each query's scaled scores over all keys that it saw, as `tree_attention`
         returns it. None: over the slots seen; computing it reads the keys once more.
+      softcap: the bound of scores, as for `tree_attention`.
       backend: a name from BACKENDS; None: `choose_backend` chooses.
 
     Returns:
@@ -57,7 +59,7 @@ def prefix_mass(
     if k_prefix.shape[2] == 0:
         return jnp.zeros(k_prefix.shape[:3], accumulator_dtype(q.dtype))
     with jax.named_scope("prefix_mass"):
-        return mass(q, k_prefix, seen, lse)
+        return mass(q, k_prefix, seen, lse, softcap)
 
 
 def _check(q, k_prefix, seen, lse) -> None:

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.lse_merge import EMPTY_LSE, accumulator_dtype
 from pallas_kernels.quantized import Quantized, dequantize
+from pallas_kernels.scores import capped, visible_slots
 
 
 def attend(
@@ -21,6 +22,8 @@ def attend(
     v_new: Float[Array, "B N K D"],
     mask: Bool[Array, "#B T N"],
     first_row: Int[Array, ""] | int | None = None,
+    seen_from: Int[Array, "B T"] | None = None,
+    softcap: float | None = None,
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
     """Returns (out, lse) in float32, or in float64 for float64 inputs."""
     dtype = accumulator_dtype(q.dtype)
@@ -37,10 +40,10 @@ def attend(
         both = jnp.concatenate([prefix.swapaxes(1, 2), new], axis=1).astype(dtype)
         return jnp.repeat(both, heads // kv_heads, axis=2)
 
-    live = jnp.arange(slots) < lengths[:, None]  # [B, S]
+    live = visible_slots(jnp.arange(slots), slots, lengths, seen_from)  # [B, 1 or T, S]
     seen = jnp.concatenate(
         [
-            jnp.broadcast_to(live[:, None], (batch, length, slots)),
+            jnp.broadcast_to(live, (batch, length, slots)),
             jnp.broadcast_to(mask, (batch, *mask.shape[1:])),
         ],
         axis=-1,
@@ -49,7 +52,7 @@ def attend(
     highest = lax.Precision.HIGHEST
     keys, values = concatenated(k_prefix, k_new), concatenated(v_prefix, v_new)
     scores = jnp.einsum("bthd,bshd->bhts", q.astype(dtype), keys, precision=highest)
-    scores = jnp.where(seen, scores * size**-0.5, -jnp.inf)
+    scores = jnp.where(seen, capped(scores * size**-0.5, softcap), -jnp.inf)
     peak = scores.max(-1, keepdims=True)
     peak = jnp.where(jnp.isfinite(peak), peak, 0)  # a row that sees no key: exp(-inf - 0) = 0
     weights = jnp.exp(scores - peak)
@@ -66,6 +69,7 @@ def mass(
     k_prefix: Float[Array, "B K S D"],
     seen: Int[Array, "B T"],
     lse: Float[Array, "B T H"] | None,
+    softcap: float | None = None,
 ) -> Float[Array, "B K S"]:
     """Returns the softmax weights of each slot, summed over queries and the heads of a group."""
     dtype = accumulator_dtype(q.dtype)
@@ -76,6 +80,7 @@ def mass(
     keys = jnp.repeat(k_prefix.astype(dtype), group, axis=1)  # [B, H, S, D]
     highest = lax.Precision.HIGHEST
     scores = jnp.einsum("bthd,bhsd->bhts", q.astype(dtype), keys, precision=highest) * size**-0.5
+    scores = capped(scores, softcap)
     visible = jnp.arange(slots) < seen[:, None, :, None]  # [B, 1, T, S]
     if lse is None:
         total = jax.nn.logsumexp(jnp.where(visible, scores, -jnp.inf), axis=-1)  # [B, H, T]

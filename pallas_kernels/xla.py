@@ -23,6 +23,7 @@ from pallas_kernels.lse_merge import (
     join,
 )
 from pallas_kernels.quantized import Quantized, dequantize
+from pallas_kernels.scores import capped, visible_slots
 
 BLOCK = 1024  # slots of a block, if the prefix is read in blocks
 LARGE = 4  # blocks of a cache for which a branch that reads only some of them is faster
@@ -43,15 +44,20 @@ def attend(
     v_new: Float[Array, "B N K D"],
     mask: Bool[Array, "#B T N"],
     first_row: Int[Array, ""] | int | None = None,
+    seen_from: Int[Array, "B T"] | None = None,
+    softcap: float | None = None,
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
     """Returns (out, lse) in float32, or in float64 for float64 inputs."""
     batch, length, heads = q.shape[:3]
     kv_heads = k_prefix.shape[1]
     group = heads // kv_heads
     rows = _grouped_rows(q, kv_heads)
-    part = _attend_new(rows, k_new, v_new, jnp.repeat(mask, group, axis=1))
+    part = _attend_new(rows, k_new, v_new, jnp.repeat(mask, group, axis=1), softcap)
     if k_prefix.shape[2]:
-        part = _attend_prefix(rows, k_prefix, v_prefix, lengths, part, first_row)
+        if seen_from is not None:
+            seen_from = jnp.repeat(seen_from, group, axis=1)
+        arguments = lengths, part, first_row, seen_from, softcap
+        part = _attend_prefix(rows, k_prefix, v_prefix, *arguments)
     out, lse = finish(part)
 
     def unpack(x):  # [B, K, T * G, ...] -> [B, T, H, ...]
@@ -66,6 +72,7 @@ def mass(
     k_prefix: Float[Array, "B K S D"],
     seen: Int[Array, "B T"],
     lse: Float[Array, "B T H"] | None,
+    softcap: float | None = None,
 ) -> Float[Array, "B K S"]:
     """Returns the softmax weights of each slot, summed over queries and the heads of a group."""
     kv_heads = k_prefix.shape[1]
@@ -78,7 +85,7 @@ def mass(
         rows = jnp.concatenate([rows, rows], axis=2)
         seen = jnp.concatenate([seen, jnp.zeros_like(seen)], axis=1)
         lse = lse if lse is None else jnp.concatenate([lse, jnp.zeros_like(lse)], axis=2)
-    return _mass(rows, k_prefix, seen, lse)
+    return _mass(rows, k_prefix, seen, lse, softcap)
 
 
 def _grouped_rows(x: Float[Array, "B T H *D"], kv_heads: int) -> Float[Array, "B K R *D"]:
@@ -111,9 +118,10 @@ def _attend_new(
     k: Float[Array, "B N K D"],
     v: Float[Array, "B N K D"],
     mask: Bool[Array, "#B R N"],
+    softcap: float | None,
 ) -> Partial:
     """Returns the attention to the new tokens under the mask."""
-    scores = _dot("bkrd,bnkd->bkrn", rows, k) * rows.shape[-1] ** -0.5
+    scores = capped(_dot("bkrd,bnkd->bkrn", rows, k) * rows.shape[-1] ** -0.5, softcap)
     p, peak, weight = exponentials(jnp.where(mask[:, None], scores, MASKED))
     return Partial(_dot("bkrn,bnkd->bkrd", p.astype(v.dtype), v), peak, weight)
 
@@ -122,15 +130,16 @@ def _attend_slots(
     rows: Float[Array, "B K R D"],
     k: Float[Array, "B K S D"] | Quantized,
     v: Float[Array, "B K S D"] | Quantized,
-    live: Bool[Array, "B S"],
+    live: Bool[Array, "B #R S"],
+    softcap: float | None,
 ) -> Partial:
-    """Returns the attention of the rows to the live slots of k and v."""
+    """Returns the attention of the rows to the slots of k and v that they see."""
     count = rows.shape[2]
     k, v = (dequantize(x, rows.dtype) if isinstance(x, Quantized) else x for x in (k, v))
     if _needs_two_rows(rows):
         rows = jnp.concatenate([rows, rows], axis=2)
-    scores = _scores(rows, k) * rows.shape[-1] ** -0.5
-    p, peak, weight = exponentials(jnp.where(live[:, None, None], scores, MASKED))
+    scores = capped(_scores(rows, k) * rows.shape[-1] ** -0.5, softcap)
+    p, peak, weight = exponentials(jnp.where(live[:, None], scores, MASKED))
     total = _weighted_sum(p.astype(v.dtype), v)
     return Partial(total[:, :, :count], peak[:, :, :count], weight[:, :, :count])
 
@@ -179,23 +188,29 @@ def _attend_prefix(
     lengths: Int[Array, " B"],
     part: Partial,
     first_row: Int[Array, ""] | int | None,
+    seen_from: Int[Array, "B R"] | None,
+    softcap: float | None,
 ) -> Partial:
-    """Returns `part` merged with the attention to the live slots."""
+    """Returns `part` merged with the attention to the slots that the rows see."""
     row_range = None if first_row is None else (first_row, rows.shape[0])
     slots = k.shape[2]
-    longest = jnp.clip(lengths.max(), 0, slots)
+    longest: Array = jnp.clip(lengths.max(), 0, slots)
+    earliest: Array | int = 0
+    if seen_from is not None:  # of a ring that has wrapped, any slot may be seen
+        earliest = jnp.where(lengths.max() <= slots, jnp.clip(seen_from.min(), 0, longest), 0)
 
     def at_once(part):
-        return join(part, _attend_slots(rows, k, v, jnp.arange(slots) < lengths[:, None]))
+        live = visible_slots(jnp.arange(slots), slots, lengths, seen_from)
+        return join(part, _attend_slots(rows, k, v, live, softcap))
 
     def step(start, first, part):
         slot = start + jnp.arange(min(BLOCK, slots))
-        live = (slot >= first) & (slot < lengths[:, None])
+        live = visible_slots(slot, slots, lengths, seen_from) & (slot >= first)
         keys, values = (_slice_block(x, start, row_range) for x in (k, v))
-        return join(part, _attend_slots(rows, keys, values, live))
+        return join(part, _attend_slots(rows, keys, values, live, softcap))
 
     def in_blocks(part):
-        return _loop_over_blocks(step, slots, longest, part)
+        return _loop_over_blocks(step, slots, longest, part, earliest)
 
     # Dequantized caches, and selected rows of a cache, are copies: blocks keep them small.
     if row_range is not None or (isinstance(k, Quantized) and slots > BLOCK):
@@ -227,18 +242,20 @@ def _once_or_in_blocks(
     return lax.platform_dependent(carry, cpu=on_a_cpu, default=in_blocks)
 
 
-def _loop_over_blocks(step: Callable, slots: int, longest: Int[Array, ""], carry):
+def _loop_over_blocks(
+    step: Callable, slots: int, longest: Int[Array, ""], carry, earliest: Int[Array, ""] | int = 0
+):
     """Returns the carry after step(start, first, carry) for each block up to the longest row.
 
-    A block begins at slot `start`. The last block is moved back to end with the cache; its slots
-    below `first` belong to the previous block.
+    Blocks before that of slot `earliest` are skipped. A block begins at slot `start`. The last
+    block is moved back to end with the cache; its slots below `first` belong to the previous block.
     """
     block = min(BLOCK, slots)
 
     def body(i, carry):
         return step(jnp.minimum(i * block, slots - block), i * block, carry)
 
-    return lax.fori_loop(0, (longest + block - 1) // block, body, carry)
+    return lax.fori_loop(earliest // block, (longest + block - 1) // block, body, carry)
 
 
 def _slice_block(
@@ -264,6 +281,7 @@ def _mass(
     k: Float[Array, "B K S D"],
     seen: Int[Array, "B R"],
     lse: Float[Array, "B K R"] | None,
+    softcap: float | None,
 ) -> Float[Array, "B K S"]:
     """Returns the softmax weights of each slot, summed over the rows.
 
@@ -277,7 +295,7 @@ def _mass(
     # [B, K, R, block], MASKED outside of first <= slot < seen
     def masked_scores(keys, start, first):
         slot = start + jnp.arange(keys.shape[2])
-        scores = _scores(rows, keys) * rows.shape[-1] ** -0.5
+        scores = capped(_scores(rows, keys) * rows.shape[-1] ** -0.5, softcap)
         return jnp.where((slot >= first) & (slot < limit), scores, MASKED)
 
     def weights(scores, lse):

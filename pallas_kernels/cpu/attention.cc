@@ -1,17 +1,18 @@
 // Tree attention on CPUs: the contract is that of `tree_attention` in pallas_kernels/attention.py.
 //
-// The sequence of a query is what it sees, in this order: the slots 0..length-1 of the cache, then
-// the new tokens that its row of the mask allows, by index. The bits of a result depend on the
-// query vector and on this sequence only: not on the other queries and rows, on the group, on the
-// number of threads, or on which tokens of the sequence are in the cache (if the cache has the
-// dtype of the new tokens). Three rules ensure it:
+// The sequence of a query is, in this order: the committed tokens by position, then the new tokens
+// that its row of the mask allows, by index. The bits of a result depend on the query vector, on
+// this sequence, and on the first position that the query sees: not on the other queries and rows,
+// on the group, on the number of threads, on which tokens of the sequence are in the cache (if the
+// cache has the dtype of the new tokens), or on whether the cache is a ring. Three rules ensure it:
 //
 //  1. Keys are processed in blocks of KEYS by their index in the sequence. A block is a product
 //     with the keys, the exponentials, and a product with the values. Every element of a product
 //     is one chain of fused multiply-adds, so it does not depend on the tile that computes it.
 //  2. A sequence is cut every CHUNK keys. Each chunk begins with an empty state; the states are
 //     merged in the order of the chunks. Threads draw runs of chunks.
-//  3. Whether the maximum of a row is raised depends on the scores of that row only.
+//  3. Whether the maximum of a row is raised depends on the scores of that row only. Keys before
+//     the first that it sees have weight 0, and so have chunks without any other.
 //
 // The query rows of a key/value head (R = T * G) share the blocks that lie in the cache. The tail
 // of a query, which begins at the last boundary of a block in the cache, is gathered and processed
@@ -179,8 +180,10 @@ struct Call {
   int64_t state_size;  // floats of a row's state: sum [width], weight [W], maximum [W]
   const float *k_scales = nullptr, *v_scales = nullptr;  // null unless the cache is quantized
   int64_t mask_step;                   // 0 if the rows share the mask
-  std::vector<int64_t> prefix;         // live slots, [B]
-  std::vector<int64_t> seen;           // keys that a query sees, [B, T]
+  std::vector<int64_t> prefix;         // committed tokens, [B]
+  std::vector<int64_t> seen;           // the length of a query's sequence, [B, T]
+  std::vector<int64_t> seen_from;      // the first position that a query sees, [B, T], or empty
+  std::vector<int64_t> lowest;         // that of all queries of a row, [B]
   std::vector<int32_t> visible;        // new tokens that a query sees, first in a row, [#B, T, N]
   std::vector<int64_t> first_chunk;    // of a head, [B * K + 1]
   std::unique_ptr<float[]> states;     // of the chunks from first_state on, [., R, state_size]
@@ -193,6 +196,10 @@ struct Call {
   const int32_t* visible_row(int64_t b, int64_t t) const {
     return visible.data() + b * mask_step + t * news;
   }
+  const int64_t* from(int64_t b, int64_t t) const {
+    return seen_from.empty() ? nullptr : seen_from.data() + b * length + t;
+  }
+  int64_t skipped(int64_t b) const { return lowest[b] / CHUNK; }  // chunks that no query sees
   float* state(int64_t chunk) const {
     return states.get() + (chunk - first_state) * rows * state_size;
   }
@@ -228,14 +235,20 @@ struct Block {
   const float *k_scales, *v_scales;
   int live;
   const T *next_k, *next_v;  // of the block to prefetch
+  int64_t begin;             // index of the first key in the sequence
 };
 
-// Scores of a row -> weights; updates the row's state.
-INLINE void softmax(float* p, int live, const float* k_scales, const float* v_scales, float* state,
-                    int64_t width) {
+// Scores of a row -> weights, of which the first `hidden` are 0; updates the row's state.
+INLINE void softmax(float* p, int live, int hidden, const float* k_scales, const float* v_scales,
+                    float* state, int64_t width) {
   int vectors = (live + W - 1) / W;
+  if (__builtin_expect(hidden == live, 0)) {
+    for (int i = 0; i < vectors * W; i++) p[i] = 0;
+    return;
+  }
   if (k_scales)
     for (int i = 0; i < live; i++) p[i] *= k_scales[i];
+  for (int i = 0; i < hidden; i++) p[i] = NEVER;
   for (int i = live; i < vectors * W; i++) p[i] = NEVER;
   vec top = load(p);
   for (int i = 1; i < vectors; i++) top = max(top, load(p + i * W));
@@ -258,10 +271,11 @@ INLINE void softmax(float* p, int live, const float* k_scales, const float* v_sc
     for (int i = 0; i < live; i++) p[i] *= v_scales[i];
 }
 
-// Adds a block to the states of `rows` queries.
+// Adds a block to the states of `rows` queries; `from` is null, or the first positions that they
+// see, one for each group of rows.
 template <class T>
 void attend_block(const Call& call, Scratch& s, const Block<T>& block, const float* q, int rows,
-                  float* state) {
+                  const int64_t* from, float* state) {
   constexpr int STEP = sizeof(T) * COLUMNS * W;  // both products together prefetch one block
   const int width = call.width, live = block.live;
   // A vector of values reaches beyond its row unless D is a multiple of W; and widening the values
@@ -283,10 +297,12 @@ void attend_block(const Call& call, Scratch& s, const Block<T>& block, const flo
     }
     for (int r = 0; r < count; r++) {
       float* row = state + (first + r) * call.state_size;
-      if (live == KEYS && !block.k_scales)
-        softmax(s.p + r * KEYS, KEYS, nullptr, nullptr, row, width);
+      int hidden = 0;
+      if (from) hidden = std::clamp<int64_t>(from[(first + r) / call.group] - block.begin, 0, live);
+      if (live == KEYS && !block.k_scales && !hidden)
+        softmax(s.p + r * KEYS, KEYS, 0, nullptr, nullptr, row, width);
       else
-        softmax(s.p + r * KEYS, live, block.k_scales, block.v_scales, row, width);
+        softmax(s.p + r * KEYS, live, hidden, block.k_scales, block.v_scales, row, width);
     }
     if (widened && first == 0)
       for (int i = 0; i < live; i++)
@@ -310,12 +326,13 @@ void attend_block(const Call& call, Scratch& s, const Block<T>& block, const flo
   }
 }
 
-// The chunk `index` of a head; `state` is its states [R, state_size].
+// The chunk `index` of those of a head that a query sees; `state` is its states [R, state_size].
 template <class T>
 void attend_chunk(const Call& call, Scratch& s, int64_t head, int64_t index, float* state) {
   const int64_t b = head / call.kv_heads, kv = head % call.kv_heads, size = call.size;
   const int64_t prefix = call.prefix[b], whole = prefix / KEYS * KEYS;
-  const int64_t begin = index * CHUNK, end = begin + CHUNK;
+  const int64_t begin = (call.skipped(b) + index) * CHUNK, end = begin + CHUNK;
+  const int64_t seen_begin = std::max(begin, call.lowest[b] / KEYS * KEYS);
   for (int64_t r = 0; r < call.rows; r++) {
     float* row = state + r * call.state_size;
     std::fill(row, row + call.width + W, 0.f);
@@ -324,20 +341,21 @@ void attend_chunk(const Call& call, Scratch& s, int64_t head, int64_t index, flo
   const int64_t first = ((call.first_row + b) * call.kv_heads + kv) * call.slots;  // slot 0
   const T* k = (const T*)call.k_prefix.data + first * size;
   const T* v = (const T*)call.v_prefix.data + first * size;
-  for (int64_t n = begin; n < std::min(end, whole); n += KEYS) {
-    int64_t next = n + KEYS;  // of a full cache the next head follows
-    if (next >= prefix && prefix < call.slots) next = n;
-    const float* k_scales = call.k_scales ? call.k_scales + first + n : nullptr;
-    const float* v_scales = call.v_scales ? call.v_scales + first + n : nullptr;
-    attend_block<T>(call, s, {k + n * size, v + n * size, k_scales, v_scales, KEYS, k + next * size,
-                              v + next * size},
-                    s.q, call.rows, state);
+  for (int64_t n = seen_begin; n < std::min(end, whole); n += KEYS) {
+    const int64_t slot = n % call.slots;  // in a ring of a multiple of KEYS slots
+    int64_t next = slot + KEYS;           // of a full cache the next head follows
+    if (n + KEYS >= prefix && prefix < call.slots) next = slot;
+    const float* k_scales = call.k_scales ? call.k_scales + first + slot : nullptr;
+    const float* v_scales = call.v_scales ? call.v_scales + first + slot : nullptr;
+    attend_block<T>(call, s, {k + slot * size, v + slot * size, k_scales, v_scales, KEYS,
+                              k + next * size, v + next * size, n},
+                    s.q, call.rows, call.from(b, 0), state);
   }
 
   // The tails, block by block. Queries that see the same keys in a block share it.
   const int64_t rest = prefix - whole, *seen = call.seen.data() + b * call.length;
   bool gathered = false;  // the slots in the first block of every tail
-  for (int64_t n = std::max(begin, whole); n < end; n += KEYS) {
+  for (int64_t n = std::max(seen_begin, whole); n < end; n += KEYS) {
     const int64_t slots = n == whole ? rest : 0;
     auto live = [&](int64_t t) { return std::clamp<int64_t>(seen[t] - n, 0, KEYS); };
     auto tokens = [&](int64_t t) { return call.visible_row(b, t) + n + slots - prefix; };
@@ -351,7 +369,7 @@ void attend_chunk(const Call& call, Scratch& s, int64_t head, int64_t index, flo
         next++;
       for (int i = gathered ? slots : 0; i < count; i++) {
         const bool is_slot = i < slots;
-        const int64_t slot = first + n + i;
+        const int64_t slot = is_slot ? first + n % call.slots + i : 0;
         const int64_t row = is_slot ? slot : new_row(tokens(t)[i - slots]);
         (is_slot ? call.k_prefix : call.k_new).widen(row, s.tail_k + i * size);
         (is_slot ? call.v_prefix : call.v_new).widen(row, s.tail_v + i * size);
@@ -360,9 +378,10 @@ void attend_chunk(const Call& call, Scratch& s, int64_t head, int64_t index, flo
       }
       gathered = slots;
       attend_block<float>(call, s, {s.tail_k, s.tail_v, call.k_scales ? s.k_scales : nullptr,
-                                    call.v_scales ? s.v_scales : nullptr, count, s.tail_k, s.tail_v},
+                                    call.v_scales ? s.v_scales : nullptr, count, s.tail_k, s.tail_v,
+                                    n},
                           s.q + t * call.group * call.width, (next - t) * call.group,
-                          state + t * call.group * call.state_size);
+                          call.from(b, t), state + t * call.group * call.state_size);
     }
   }
 }
@@ -380,7 +399,7 @@ void merge_chunks(const Call& call, int64_t head) {
   const int64_t step = call.rows * call.state_size;
   for (int64_t r = 0; r < call.rows; r++) {
     const int64_t t = r / call.group, h = kv * call.group + r % call.group;
-    const int64_t chunks = round_up(call.seen[b * call.length + t], CHUNK) / CHUNK;
+    const int64_t chunks = round_up(call.seen[b * call.length + t], CHUNK) / CHUNK - call.skipped(b);
     float* sum = base + r * call.state_size;
     float peak = sum[width + W];
     for (int64_t c = 1; c < chunks; c++) peak = std::max(peak, sum[c * step + width + W]);
@@ -390,10 +409,10 @@ void merge_chunks(const Call& call, int64_t head) {
       for (int64_t d = 0; d <= width; d += W)  // the weights follow the sum
         store(sum + d, c ? fma(load(part + d), scale, load(sum + d)) : mul(load(part + d), scale));
     }
-    const float weight = ::sum(load(sum + width));
-    const float inverse = chunks ? 1 / weight : 0;
+    const float weight = chunks > 0 ? ::sum(load(sum + width)) : 0;
+    const float inverse = weight ? 1 / weight : 0;  // 0 if the query sees no key
     const int64_t row = (b * call.length + t) * call.heads + h, at = row * call.size;
-    call.lse[row] = chunks ? (peak + std::log2(double{weight})) * M_LN2 : EMPTY_LSE;
+    call.lse[row] = weight ? (peak + std::log2(double{weight})) * M_LN2 : EMPTY_LSE;
     switch (call.out_dtype) {
       case ffi::F32: write_row(sum, inverse, call.size, (float*)call.out + at); break;
       case ffi::BF16: write_row(sum, inverse, call.size, (bf16*)call.out + at); break;
@@ -420,10 +439,11 @@ void attend(const ffi::ThreadPool& pool, Call& call) {
   call.chunks_left.reset(new std::atomic<int64_t>[heads]);
   call.first_chunk.push_back(0);
   for (int64_t head = 0; head < heads; head++) {
-    auto seen = call.seen.begin() + head / call.kv_heads * call.length;
+    const int64_t b = head / call.kv_heads;
+    auto seen = call.seen.begin() + b * call.length;
     int64_t longest = call.length ? *std::max_element(seen, seen + call.length) : 0;
-    int64_t chunks = std::max<int64_t>(1, round_up(longest, CHUNK) / CHUNK);
-    keys += longest;
+    int64_t chunks = std::max<int64_t>(1, round_up(longest, CHUNK) / CHUNK - call.skipped(b));
+    keys += longest - call.lowest[b];
     call.chunks_left[head] = chunks;
     call.first_chunk.push_back(call.first_chunk.back() + chunks);
   }
@@ -472,10 +492,11 @@ void attend(const ffi::ThreadPool& pool, Call& call) {
 ffi::Error TreeAttentionImpl(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_prefix,
                              ffi::AnyBuffer v_prefix, ffi::AnyBuffer k_scales,
                              ffi::AnyBuffer v_scales, ffi::Buffer<ffi::S32> lengths,
-                             ffi::BufferR0<ffi::S32> first_row, ffi::AnyBuffer k_new,
+                             ffi::BufferR0<ffi::S32> first_row,
+                             ffi::BufferR2<ffi::S32> seen_from, ffi::AnyBuffer k_new,
                              ffi::AnyBuffer v_new, ffi::BufferR3<ffi::PRED> mask,
                              ffi::Result<ffi::AnyBuffer> out,
-                              ffi::Result<ffi::BufferR3<ffi::F32>> lse) {
+                             ffi::Result<ffi::BufferR3<ffi::F32>> lse) {
   auto floating = [](ffi::DataType dtype) {
     return dtype == ffi::F32 || dtype == ffi::BF16 || dtype == ffi::F16;
   };
@@ -514,10 +535,21 @@ ffi::Error TreeAttentionImpl(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuf
     int32_t* tokens = call.visible.data() + row * call.news;
     for (int64_t n = 0; n < call.news; n++) tokens[counts[row]] = n, counts[row] += sees[n];
   }
+  const bool has_windows = seen_from.element_count();
+  if (has_windows && call.slots % KEYS)
+    return ffi::Error::InvalidArgument("with seen_from, slots must be a multiple of 64");
   for (int64_t b = 0; b < call.batch; b++) {
-    call.prefix.push_back(std::clamp<int64_t>(lengths.typed_data()[b], 0, call.slots));
+    const int64_t live = std::max<int64_t>(0, lengths.typed_data()[b]);
+    const int64_t prefix = has_windows ? live : std::min(live, call.slots);
+    call.prefix.push_back(prefix);
+    call.lowest.push_back(has_windows ? prefix : 0);
     for (int64_t t = 0; t < call.length; t++) {
-      call.seen.push_back(call.prefix[b] + counts[b * counts_step + t]);
+      call.seen.push_back(prefix + counts[b * counts_step + t]);
+      if (!has_windows) continue;
+      const int64_t oldest = std::max<int64_t>(0, prefix - call.slots);
+      const int64_t from = seen_from.typed_data()[b * call.length + t];
+      call.seen_from.push_back(std::clamp(from, oldest, prefix));
+      call.lowest[b] = std::min(call.lowest[b], call.seen_from.back());
     }
   }
   switch (cache) {
@@ -541,6 +573,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(TreeAttention, TreeAttentionImpl,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::BufferR0<ffi::S32>>()
+                                  .Arg<ffi::BufferR2<ffi::S32>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::BufferR3<ffi::PRED>>()

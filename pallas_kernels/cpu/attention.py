@@ -17,16 +17,21 @@ DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 # Query rows per key/value head (T * G). The kernel is faster than XLA for 1 to 4,096 rows, which
 # includes prompt chunks of 512 tokens; more rows have not been measured.
 MOST_ROWS = 4096
+BLOCK = 64  # keys that the kernel processes at once; of a ring they are adjacent
 
 
 def supports(
     q: Float[Array, "B T H D"],
     k_prefix: Float[Array, "B K S D"] | Quantized,
     k_new: Float[Array, "B N K D"],
+    seen_from: Int[Array, "B T"] | None = None,
+    softcap: float | None = None,
 ) -> bool:
     """Returns whether the kernel takes a call, whose other arguments match these."""
     rows = q.shape[1] * q.shape[2] // k_prefix.shape[1]
     if q.dtype not in DTYPES or k_new.dtype != q.dtype or rows > MOST_ROWS:
+        return False
+    if softcap is not None or (seen_from is not None and k_prefix.shape[2] % BLOCK):
         return False
     if isinstance(k_prefix, Quantized):
         return k_prefix.bits == 8
@@ -42,18 +47,20 @@ def attend(
     v_new: Float[Array, "B N K D"],
     mask: Bool[Array, "#B T N"],
     first_row: Int[Array, ""] | int | None = None,
+    seen_from: Int[Array, "B T"] | None = None,
+    softcap: float | None = None,
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
     """Returns (out, lse) in float32, or in float64 for float64 inputs."""
-    arguments: tuple = (q, k_prefix, v_prefix, lengths, k_new, v_new, mask)
-    arguments += () if first_row is None else (jnp.asarray(first_row, jnp.int32),)
-    if not supports(q, k_prefix, k_new):
-        return xla.attend(*arguments)
+    first_row = None if first_row is None else jnp.asarray(first_row, jnp.int32)
+    arguments = q, k_prefix, v_prefix, lengths, k_new, v_new, mask, first_row, seen_from
+    if not supports(q, k_prefix, k_new, seen_from, softcap):
+        return xla.attend(*arguments, softcap)
     return lax.platform_dependent(*arguments, cpu=native, default=xla.attend)
 
 
 @jax.custom_jvp
 def native(
-    q, k_prefix, v_prefix, lengths, k_new, v_new, mask, first_row=None
+    q, k_prefix, v_prefix, lengths, k_new, v_new, mask, first_row=None, seen_from=None
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
     """Returns `attend` by the kernel, for a program that runs on a CPU."""
     k_prefix, k_scales = _values_and_scales(k_prefix)
@@ -61,9 +68,12 @@ def native(
     # Inside shard_map the results vary over the same mesh axes as q.
     results = jax.eval_shape(lambda q: (q.astype(jnp.float32), q[..., 0].astype(jnp.float32)), q)
     call = jax.ffi.ffi_call("magicjax_tree_attention", results, vmap_method="sequential")
-    first_row = jnp.int32(0 if first_row is None else first_row)
-    lengths = lengths.astype(jnp.int32)
-    return call(q, k_prefix, v_prefix, k_scales, v_scales, lengths, first_row, k_new, v_new, mask)
+    integers = [
+        lengths.astype(jnp.int32),
+        jnp.int32(0 if first_row is None else first_row),
+        jnp.zeros((0, 0), jnp.int32) if seen_from is None else seen_from.astype(jnp.int32),
+    ]
+    return call(q, k_prefix, v_prefix, k_scales, v_scales, *integers, k_new, v_new, mask)
 
 
 @native.defjvp
