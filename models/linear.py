@@ -12,7 +12,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from models import quantized
 from models.quantized import WeightFormat
@@ -34,6 +34,7 @@ def products(
     inputs: int,
     backend: str | None = None,
     dtype: Any = None,
+    expert: Int[Array, ""] | None = None,
 ) -> list[Float[Array, "..."]]:
     """Returns the product of x with each matrix, accumulated at least in float32.
 
@@ -44,25 +45,37 @@ def products(
       backend: None or "cpu": a native kernel on a CPU that has it, which reads x once for all
         matrices; others: XLA.
       dtype: of the results; None: x's.
+      expert: of matrices that have an axis of experts before O, the expert whose are multiplied;
+        the other ones are not read. None: the matrices have no such axis.
     """
     dtype = x.dtype if dtype is None else dtype
 
-    def by_xla(x, matrices):
+    def by_xla(x, matrices, expert=None):
         def product(matrix, x):
-            weight, scale, zero = matrix
+            weight, scale, zero = matrix if expert is None else _of_expert(matrix, expert)
             if scale is None:
                 return _floating_product(x, weight, inputs, dtype)
             return quantized.product(x, weight, scale, zero, dot_precision(x.dtype)).astype(dtype)
 
         return [at_least_two_rows(functools.partial(product, m), x, inputs) for m in matrices]
 
-    def by_kernel(x, matrices):
-        return linear.products(x, matrices, inputs, dtype)
+    def by_kernel(x, matrices, expert=None):
+        return linear.products(x, matrices, inputs, dtype, expert)
 
     elements = math.prod(x.shape[x.ndim - inputs :])
     if backend not in (None, "cpu") or not linear.is_supported(x, matrices, elements):
-        return by_xla(x, matrices)
-    return jax.lax.platform_dependent(x, matrices, cpu=by_kernel, default=by_xla)
+        return by_xla(x, matrices, expert)
+    arguments = (x, matrices) if expert is None else (x, matrices, expert)
+    return jax.lax.platform_dependent(*arguments, cpu=by_kernel, default=by_xla)
+
+
+def _of_expert(matrix: Matrix, expert: Int[Array, ""]) -> Matrix:
+    """Returns the matrix of one expert."""
+    weight, scale, zero = matrix
+    parts = [
+        x if x is None else jax.lax.dynamic_index_in_dim(x, expert, 1, False) for x in (scale, zero)
+    ]
+    return Matrix(jax.lax.dynamic_index_in_dim(weight, expert, 0, False), *parts)
 
 
 def mean(x: Float[Array, "*B E"], backend: str | None = None) -> Float[Array, "*B 1"]:

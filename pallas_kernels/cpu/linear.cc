@@ -32,14 +32,14 @@ struct Rows {
   int64_t count, stride;
 };
 
-// A result [rows, outputs] of any float type.
+// A result [rows, outputs] of any float type: the outputs of a matrix from `base` on.
 struct Result {
   void* data;
   ffi::DataType type;
-  int64_t outputs;
+  int64_t outputs, base;
 
   INLINE void put(int64_t row, int64_t output, float value) const {
-    int64_t i = row * outputs + output;
+    int64_t i = row * outputs + output - base;
     if (type == ffi::DataType::F32)
       ((float*)data)[i] = value;
     else if (type == ffi::DataType::BF16)
@@ -369,17 +369,24 @@ struct Call {
   ffi::AnyBuffer x;
   ffi::RemainingArgs& parts;
   ffi::RemainingRets& results;
-  int64_t inputs, count;
+  int64_t inputs, count, expert;
 
   int64_t per_matrix() const { return parts.size() / results.size(); }
   ffi::AnyBuffer part(int64_t i, int64_t which) const {
     return *parts.get<ffi::AnyBuffer>(i * per_matrix() + which);
   }
   int64_t outputs_of(int64_t i) const { return part(i, 0).element_count() / inputs; }
+  // The outputs that are computed: all, or those of one expert.
+  int64_t result_outputs(int64_t i) const {
+    return (**results.get<ffi::AnyBuffer>(i)).element_count() / count;
+  }
   // Why the arrays of matrix i cannot be multiplied, or null.
   const char* problem(int64_t i) const {
     auto dtype = part(i, 0).element_type();
     bool is_integer = dtype == Type::S4 || dtype == Type::S8;
+    int64_t own = result_outputs(i), experts = own ? outputs_of(i) / own : 1;
+    if (own * experts != outputs_of(i) || expert < 0 || expert >= experts)
+      return "linear: a result does not fit its matrix, or there is no such expert";
     if (dtype != part(0, 0).element_type()) return "linear: the matrices have several dtypes";
     if (is_integer != (per_matrix() == 3)) return "linear: integers need scales and zero points";
     if (!with_float_type((**results.get<ffi::AnyBuffer>(i)).element_type(), [](auto) {}))
@@ -399,7 +406,7 @@ struct Call {
   }
   Result result(int64_t i) const {
     auto out = **results.get<ffi::AnyBuffer>(i);
-    return {out.untyped_data(), out.element_type(), outputs_of(i)};
+    return {out.untyped_data(), out.element_type(), result_outputs(i), expert * result_outputs(i)};
   }
 };
 
@@ -408,8 +415,9 @@ template <class F>
 void for_outputs(const Call& call, const F& compute) {
   std::vector<Task> tasks;
   for (int i = 0; i < (int)call.results.size(); i++)
-    for (int64_t n = 0, all = call.outputs_of(i); n < all; n += OUTPUTS)
-      tasks.push_back({i, n, std::min(n + OUTPUTS, all)});
+    for (int64_t own = call.result_outputs(i), n = own * call.expert, end = n + own; n < end;
+         n += OUTPUTS)
+      tasks.push_back({i, n, std::min(n + OUTPUTS, end)});
   run_tasks(call.pool, tasks.size(),
             [&](int64_t t) { compute(tasks[t].matrix, tasks[t].begin, tasks[t].end); });
 }
@@ -455,12 +463,15 @@ void integer_products(const Call& call) {
 }
 
 // x [..., K], and for each result its matrix, or its matrix, scales [G, N] and zero points [G, N]
-// (no elements: none). The matrices have one dtype, and scales are float32.
-ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs parts,
-                  ffi::RemainingRets results, int64_t inputs) {
+// (no elements: none). The matrices have one dtype, and scales are float32. A result with 1/X of the
+// outputs of its matrix has those of `expert`, one of X.
+ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR0<ffi::S32> expert,
+                  ffi::RemainingArgs parts, ffi::RemainingRets results, int64_t inputs) {
   if (inputs <= 0 || results.size() == 0 || parts.size() % results.size())
     return ffi::Error::InvalidArgument("linear: inconsistent arguments");
-  Call call{pool, x, parts, results, inputs, (int64_t)x.element_count() / inputs};
+  int64_t count = (int64_t)x.element_count() / inputs;
+  if (!count) return ffi::Error::Success();
+  Call call{pool, x, parts, results, inputs, count, *expert.typed_data()};
   if (!with_float_type(x.element_type(), [](auto) {}))
     return ffi::Error::InvalidArgument("linear: x is not floating-point");
   for (int i = 0; i < (int)results.size(); i++)
@@ -482,6 +493,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(Linear, linear,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::BufferR0<ffi::S32>>()
                                   .RemainingArgs()
                                   .RemainingRets()
                                   .Attr<int64_t>("inputs"));

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.cpu import build
 
@@ -65,7 +65,11 @@ def _is_supported(matrix: Matrix, inputs: int) -> bool:
 
 
 def products(
-    x: Float[Array, "..."], matrices: Sequence[Matrix], axes: int, dtype: Any
+    x: Float[Array, "..."],
+    matrices: Sequence[Matrix],
+    axes: int,
+    dtype: Any,
+    expert: Int[Array, ""] | None = None,
 ) -> list[Float[Array, "..."]]:
     """Returns the product of x with each matrix, accumulated in float32 and rounded once.
 
@@ -74,12 +78,17 @@ def products(
       matrices: all floating-point, or all quantized, that `is_supported` accepts.
       axes: the number of axes I.
       dtype: of the results.
+      expert: of matrices with an axis of experts before O, the one that is multiplied; None: there
+        is no such axis.
     """
-    if matrices[0].scale is None:
+    if matrices[0].scale is None and expert is None:
         return _floating_products(x, [matrix.weight for matrix in matrices], axes, dtype)
     none = jnp.zeros(0, jnp.float32)
-    parts = [(w, scale, none if zero is None else zero) for w, scale, zero in matrices]
-    return _call(x, parts, axes, dtype)
+    parts: list[tuple] = [
+        (w,) if scale is None else (w, scale, none if zero is None else zero)
+        for w, scale, zero in matrices
+    ]
+    return _call(x, parts, axes, dtype, expert)
 
 
 def can_sum(x: Float[Array, "*B E"]) -> bool:
@@ -119,10 +128,19 @@ def _by_xla(x: Array, weights: Sequence[Array], axes: int, dtype: Any) -> list[A
     ]
 
 
-def _call(x: Array, matrices: Sequence[tuple], axes: int, dtype: Any) -> list[Array]:
+def _call(
+    x: Array,
+    matrices: Sequence[tuple],
+    axes: int,
+    dtype: Any,
+    expert: Int[Array, ""] | None = None,
+) -> list[Array]:
     weights = [weight for weight, *_ in matrices]
+    if expert is not None:
+        weights = [jax.eval_shape(lambda w: w[0], weight) for weight in weights]
     # Inside shard_map the results vary over the mesh axes of x and the weights.
     results = jax.eval_shape(functools.partial(_by_xla, axes=axes, dtype=dtype), x, weights)
     call = jax.ffi.ffi_call("magicjax_linear", results, vmap_method="sequential")
     parts = [part for matrix in matrices for part in matrix]
-    return list(call(x, *parts, inputs=np.int64(math.prod(x.shape[x.ndim - axes :]))))
+    inputs = np.int64(math.prod(x.shape[x.ndim - axes :]))
+    return list(call(x, jnp.int32(0 if expert is None else expert), *parts, inputs=inputs))
