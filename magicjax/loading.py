@@ -80,7 +80,7 @@ def load(
         config = config_of(source)
         module = models.build(config, weights=weight_format(source, form))
         sharding_of = placement.parameter_shardings(module, shards, mesh)
-        pipeline_stages.check_layers(config.num_layers, stages)
+        pipeline_stages.check_layers(config, stages)
     if (path := directory_of(source)) is None:
         dtype = PRESET_DTYPE if dtype is None else dtype
         module = models.build(config_of(source), dtype, weight_format(source, form))
@@ -312,6 +312,15 @@ def config_of(source: str | os.PathLike) -> models.DecoderConfig:
     """
     directory = directory_of(source, weights=False)
     return models.preset(str(source)) if directory is None else models.load_config(directory)
+
+
+def sampling_defaults(source: str | os.PathLike) -> dict[str, Any]:
+    """Returns the sampling that the files of a source ask for, by the names of Hugging Face.
+
+    Raises as `magicjax.sources.directory_of`.
+    """
+    directory = directory_of(source, weights=False)
+    return {} if directory is None else models.sampling_defaults(directory)
 
 
 def weight_format(

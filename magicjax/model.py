@@ -15,6 +15,10 @@ from magicjax.parallel.layouts import Layout, Resident
 from models import Attend, PassResult
 from sharding import Split, collectives
 
+CAPACITY_MULTIPLE = 64  # slots; contexts of nearly the same length share a program
+# Tokens by which a text in a ring can be shortened: the slots of a ring beyond its window.
+RING_SPARE = 128
+
 DTYPES = ("bfloat16", "float16", "float32")  # accepted by commands
 
 
@@ -85,11 +89,23 @@ class Model:
         """Whether the blocks' weights are in host memory."""
         return self.layout.offload
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer; None: it sees the whole text."""
+        config = self.config  # another decoder's than the package's may have no windows
+        return getattr(config, "windows", (None,) * config.num_layers)
+
     def kv_bytes(self, batch: int, slots: int) -> int:
-        """Returns the bytes of a cache [batch, slots] of keys and values, in the model's dtype."""
-        c = self.config
-        entries = batch * slots * c.num_layers * c.num_kv_heads
-        return 2 * entries * c.kv_head_dim * self.dtype.itemsize
+        """Returns the bytes of a cache of keys and values, in the model's dtype.
+
+        Layers with a sliding window have fewer slots than `slots` (`layer_slots`).
+        """
+        return batch * self.slot_bytes * sum(layer_slots(w, slots) for w in self.windows)
+
+    @property
+    def slot_bytes(self) -> int:
+        """The bytes of a token's key and value in one layer."""
+        return 2 * self.config.num_kv_heads * self.config.kv_head_dim * self.dtype.itemsize
 
     @property
     def split(self) -> Split:
@@ -188,6 +204,21 @@ class Model:
             return probs
         row_of = self.params["params"]["vocab_map"]
         return jnp.take(probs, row_of, axis=-1, mode="fill", fill_value=0)
+
+
+def softcap_of(config: Any) -> float | None:
+    """Returns the bound of a decoder's attention scores; None: they have none."""
+    return getattr(config, "attention_softcap", None)
+
+
+def layer_slots(window: int | None, slots: int) -> int:
+    """Returns the slots of a layer in a cache for texts of `slots` tokens.
+
+    The layer's window determines the size of a ring, which has `RING_SPARE` more slots.
+    """
+    if window is None:
+        return slots
+    return min(slots, -(-(window + RING_SPARE) // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE)
 
 
 def tokens_of_rows(vocab_map: Int[Array, "V"], size: int) -> Int[Array, "R"]:

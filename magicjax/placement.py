@@ -52,8 +52,9 @@ def split_of(config: models.DecoderConfig, shards: int | None, mesh: AnyMesh) ->
     c = config
     if isinstance(c, models.EagleConfig):
         shards = 1
-    sizes = c.num_heads, c.num_kv_heads, c.intermediate_size, c.vocab_size
-    split = split_over(mesh, *sizes, shards)
+    experts = getattr(c, "num_experts", None)
+    mlp, name = (c.intermediate_size, "MLP units") if experts is None else (experts, "experts")
+    split = split_over(mesh, c.num_heads, c.num_kv_heads, mlp, c.vocab_size, shards, name)
     draft_vocab_size = getattr(c, "draft_vocab_size", None)
     if split.shards > 1 and draft_vocab_size is not None:
         raise ValueError(
@@ -105,7 +106,7 @@ def _check_target(target: Model, mesh: AnyMesh) -> None:
         )
     _check_split(target, mesh, "the target")
     try:
-        pipeline_stages.check_layers(target.config.num_layers, stages)
+        pipeline_stages.check_layers(target.config, stages)
     except ValueError as error:
         raise ValueError(f"the target: {error}") from error
     if target.layout.stages not in (1, stages):

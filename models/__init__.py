@@ -17,7 +17,7 @@ from models.build import (
     quantize_block,
     split_blocks,
 )
-from models.decoder import Decoder, DecoderConfig
+from models.decoder import Decoder, DecoderConfig, of_layers
 from models.eagle import EagleConfig, EagleHead
 from models.families import FAMILIES, family_config
 from models.hf_saving import save_checkpoint
@@ -27,6 +27,7 @@ from models.huggingface import (
     load_checkpoint,
     load_config,
     load_tokenizer,
+    sampling_defaults,
     special_tokens,
     stored_dtype,
     weight_format,
@@ -77,11 +78,13 @@ __all__ = [
     "load_checkpoint",
     "load_config",
     "load_tokenizer",
+    "of_layers",
     "parse_weights",
     "preset",
     "quantize",
     "quantize_block",
     "rounded_format",
+    "sampling_defaults",
     "save_checkpoint",
     "special_tokens",
     "split_blocks",

@@ -1,6 +1,5 @@
 """Builds a module and its parameters from a config."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,7 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from models.decoder import Block, Decoder, DecoderConfig
+from models.decoder import Block, Decoder, DecoderConfig, of_layers
 from models.eagle import EagleConfig, EagleHead
 from models.quantized import WeightFormat, quantize_params
 
@@ -73,7 +72,7 @@ def _init_block(module: nn.Module, key: jax.Array) -> dict[str, Any]:
     x = jnp.zeros((1, 1, module.config.hidden_size), module.dtype)
     positions = jnp.zeros((1, 1), jnp.int32)
     block = layer_module(module)
-    return block.init(key, x, positions, lambda layer, q, k, v: (q, None), 0)["params"]
+    return block.init(key, x, positions, _no_attention, 0)["params"]
 
 
 def init_blocks(module: nn.Module, seed: int = 0) -> Iterator[dict[str, Any]]:
@@ -103,7 +102,11 @@ def blocks_of(params: dict[str, Any]) -> dict[str, Any]:
 def init_boxed(module: nn.Module, key: jax.Array) -> dict[str, Any]:
     """Returns random parameters, each boxed with its logical axes."""
     tokens = jnp.zeros((1, 1), jnp.int32)
-    return module.init(key, tokens, tokens, lambda layer, q, k, v: (q, None))
+    return module.init(key, tokens, tokens, _no_attention)
+
+
+def _no_attention(layer, q, k, v, **options):
+    return q, None
 
 
 def init_params(
@@ -147,7 +150,7 @@ def abstract_params(module: nn.Module) -> dict[str, Any]:
     """
     # Blocks have equal shapes, so one is traced: 80 of them would take seconds.
     config = module.config
-    one_layer = module.clone(config=dataclasses.replace(config, num_layers=1))
+    one_layer = module.clone(config=of_layers(config, (0,)))
     shapes = jax.eval_shape(lambda key: init_boxed(one_layer, key), jax.random.key(0))
     others, (block,) = split_blocks(shapes)
     blocks = {f"{BLOCK}{layer}": block for layer in range(config.num_layers)}

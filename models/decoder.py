@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from models import experts
 from models.layers import (
     NEVER,
     Attend,
@@ -30,12 +31,24 @@ from models.positions import (
     LearnedPositions,
     Rope,
     add_biases,
+    frequencies,
     local_slopes,
-    rotate,
+    rotate_by,
 )
 from models.quantized import WeightFormat
 from pallas_kernels.cpu.linear import Matrix
-from sharding import EMBED, HEAD_DIM, HEADS, KV_HEADS, MLP, VOCAB, Split
+from pallas_kernels.scores import capped
+from sharding import (
+    EMBED,
+    EXPERTS,
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    MLP,
+    VOCAB,
+    Split,
+    collectives,
+)
 
 _gelu_tanh = functools.partial(nn.gelu, approximate=True)
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {  # by Hugging Face's names
@@ -47,6 +60,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {  # by Hugging Face's names
 }
 NORMS: dict[str, Any] = {
     "rms": RMSNorm,
+    "rms_plus_one": functools.partial(RMSNorm, plus_one=True),
     "layer": LayerNorm,
     "layer_no_bias": functools.partial(LayerNorm, use_bias=False),
 }
@@ -68,9 +82,12 @@ class DecoderConfig:
       head_dim: D; need not be E / H.
       max_positions: the longest context that the model accepts.
       positions: rotary or learned positions, or ALiBi.
-      norm: "rms" (RMSNorm), "layer" (LayerNorm) or "layer_no_bias".
+      norm: "rms" (RMSNorm), "rms_plus_one" (Gemma's: scaled by 1 + the parameter), "layer"
+        (LayerNorm) or "layer_no_bias".
       norm_eps: epsilon of the norms.
       norm_before: norms come before attention and MLP; False: after each sum (OPT-350m).
+      norm_after: also norms of the outputs of attention and MLP, before each sum (Gemma 2 and 3);
+        requires `norm_before`, not `parallel`.
       final_norm: a norm before the logits; requires `norm_before`.
       parallel: attention and MLP read the same x, and both are added to it (Falcon).
       shared_norm: with `parallel`, the MLP reads attention's normalized input (Falcon-7B).
@@ -81,12 +98,28 @@ class DecoderConfig:
       mlp_bias: biases in the MLP.
       activation: of the MLP, one of `ACTIVATIONS`.
       gated: the MLP is down(activation(gate(x)) * up(x)); False: down(activation(up(x))).
+      query_scale: scores are multiplied by it; None: by D**-0.5.
+      attention_softcap: scores are bounded by softcap * tanh(score / softcap) (Gemma 2); None: they
+        are not.
+      attention_sinks: each head has a learned logit in its softmax, without a value (gpt-oss).
+      logits_softcap: the bound of logits, likewise.
+      scale_embeddings: embeddings are multiplied by sqrt(E), rounded to the dtype (Gemma).
+      num_experts: X, the experts of the mixture that is the MLP; None: there is one MLP. F is the
+        width of an expert.
+      experts_per_token: k, how many of them a token uses.
+      normalize_experts: the weights of a token's experts sum to 1; False: they are those of the
+        softmax over all experts.
+      router_bias: a bias on the logits of experts.
+      swiglu_limit: of a gated MLP that is (up + 1) * gate * sigmoid(1.702 * gate), the bound of the
+        gate above, and of `up` on both sides (gpt-oss); None: `activation` applies.
       tie_embeddings: use the embedding as the output matrix.
       embedding_size: width of the token embedding, which is projected to E after the lookup and
         back before the logits (OPT-350m); None: E.
       family: the Hugging Face `model_type` in config.json.
-      sliding_window: the attention window of the checkpoint's layers, which this module does not
-        apply. It makes no difference up to that many tokens, so `max_positions` must not exceed it.
+      sliding_window: W, the newest positions that a token of a windowed layer sees, its own
+        included; None: every layer sees the whole text.
+      full_layers: the layers without a window, in order; the others have it.
+      window_positions: the rotary settings of the windowed layers; None: those of `positions`.
       draft_vocab_size: for a draft model with embeddings of its most frequent tokens only, the
         number of embeddings. The last stands for all other tokens, and is never predicted. The
         parameter `vocab_map`, int32 [V], has the embedding of each token. None: every token has
@@ -105,6 +138,7 @@ class DecoderConfig:
     norm: str = "rms"
     norm_eps: float = 1e-5
     norm_before: bool = True
+    norm_after: bool = False
     final_norm: bool = True
     parallel: bool = False
     shared_norm: bool = False
@@ -115,10 +149,22 @@ class DecoderConfig:
     mlp_bias: bool = False
     activation: str = "silu"
     gated: bool = True
+    query_scale: float | None = None
+    attention_softcap: float | None = None
+    attention_sinks: bool = False
+    logits_softcap: float | None = None
+    scale_embeddings: bool = False
+    num_experts: int | None = None
+    experts_per_token: int = 0
+    normalize_experts: bool = True
+    router_bias: bool = False
+    swiglu_limit: float | None = None
     tie_embeddings: bool = False
     embedding_size: int | None = None
     family: str = "llama"
     sliding_window: int | None = None
+    full_layers: tuple[int, ...] = ()
+    window_positions: Rope | None = None
     draft_vocab_size: int | None = None
 
     def __post_init__(self):
@@ -131,8 +177,19 @@ class DecoderConfig:
             raise ValueError(
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
             )
-        if self.rope is not None:
-            self._check_rotation(self.rope)
+        for rope in (self.rope, self.window_positions):
+            if rope is not None:
+                self._check_rotation(rope)
+        self._check_windows()
+        if not 1 <= self.experts_per_token <= (self.num_experts or 0) and (
+            self.num_experts is not None or self.experts_per_token
+        ):
+            raise ValueError(
+                f"num_experts={self.num_experts}, experts_per_token={self.experts_per_token}: a "
+                "token uses from 1 to num_experts experts; without experts, omit both"
+            )
+        if self.swiglu_limit is not None and not self.gated:
+            raise ValueError(f"swiglu_limit={self.swiglu_limit} requires gated=True")
         if isinstance(self.positions, Alibi) and self.max_positions > ALIBI_POSITIONS:
             raise ValueError(
                 f"max_positions={self.max_positions} is too large: ALiBi has at most "
@@ -149,16 +206,69 @@ class DecoderConfig:
                 f"shared_norm={self.shared_norm}: shared_norm=True requires parallel=True, which "
                 "requires norm_before=True"
             )
+        if self.norm_after and (self.parallel or not self.norm_before):
+            raise ValueError(
+                f"norm_before={self.norm_before}, parallel={self.parallel}: norm_after=True "
+                "requires norm_before=True and parallel=False"
+            )
         if self.draft_vocab_size is not None and not 2 <= self.draft_vocab_size < self.vocab_size:
             raise ValueError(
                 f"draft_vocab_size={self.draft_vocab_size} must be at least 2 and smaller than "
                 f"vocab_size={self.vocab_size}"
             )
-        if self.sliding_window is not None and self.max_positions > self.sliding_window:
+
+    def _check_windows(self) -> None:
+        if self.sliding_window is None:
+            if self.full_layers or self.window_positions is not None:
+                raise ValueError(
+                    f"full_layers={self.full_layers}, window_positions={self.window_positions}: "
+                    "without sliding_window no layer has a window; set it, or omit both"
+                )
+            return
+        if self.sliding_window < 1:
+            raise ValueError(f"sliding_window={self.sliding_window}: a token sees at least itself")
+        if isinstance(self.positions, Alibi):
             raise ValueError(
-                f"max_positions={self.max_positions} exceeds sliding_window={self.sliding_window}, "
-                f"which is not applied: use max_positions of at most {self.sliding_window}"
+                f"sliding_window={self.sliding_window} with ALiBi is not supported: omit one"
             )
+        if self.window_positions is not None and self.rope is None:
+            raise ValueError("window_positions requires rotary positions: omit it")
+        if list(self.full_layers) != sorted({*self.full_layers} & {*range(self.num_layers)}):
+            raise ValueError(
+                f"full_layers={self.full_layers}: name layers from 0 to {self.num_layers - 1}, "
+                "each once, in order"
+            )
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer; None: it sees all that the model accepts."""
+        window = self.sliding_window
+        if window is not None and window >= self.max_positions:
+            window = None
+        return tuple(window if slides else None for slides in self._slides)
+
+    @property
+    def _slides(self) -> tuple[bool, ...]:
+        """Whether each layer is a windowed one, even if its window is longer than any text."""
+        if self.sliding_window is None:
+            return (False,) * self.num_layers
+        return tuple(layer not in self.full_layers for layer in range(self.num_layers))
+
+    def frequencies(self, layer: Int[Array, ""] | int) -> tuple[Any, Any]:
+        """Returns the radians per position and the factor on cosine and sine of a layer (`Rope`).
+
+        The layer may be traced.
+        """
+        assert self.rope is not None
+        everywhere = frequencies(self.rope, self.head_dim)
+        if self.window_positions is None:
+            return everywhere
+        windowed = frequencies(self.window_positions, self.head_dim)
+        if isinstance(layer, int):
+            return windowed if self._slides[layer] else everywhere
+        here = jnp.array(self._slides)[layer]
+        inverse = jnp.where(here, windowed[0], everywhere[0])
+        return inverse, jnp.where(here, windowed[1], everywhere[1])
 
     def _check_rotation(self, rope: Rope) -> None:
         size, factor = rope.rotary_dim(self.head_dim), rope.partial_rotary_factor
@@ -203,7 +313,25 @@ class DecoderConfig:
         inputs = {f"attention/{name}": self.hidden_size for name in "qkv"}
         inputs["attention/out"] = self.num_heads * self.head_dim // shards
         inputs |= {f"mlp/{name}": self.hidden_size for name in ("gate", "up")[not self.gated :]}
-        return inputs | {"mlp/down": self.intermediate_size // shards}
+        parts = shards if self.num_experts is None else 1  # experts are divided, not their widths
+        return inputs | {"mlp/down": self.intermediate_size // parts}
+
+    def activate(self, first: Array, *others: Array) -> Array:
+        """Returns the hidden units of the MLP: of its gate and `up`, or of `up` alone."""
+        if self.swiglu_limit is not None:
+            gate = jnp.minimum(first, self.swiglu_limit)
+            up = jnp.clip(others[0], -self.swiglu_limit, self.swiglu_limit)
+            return (up + 1) * gate * nn.sigmoid(1.702 * gate)
+        first = ACTIVATIONS[self.activation](first)
+        return first * others[0] if self.gated else first
+
+
+def of_layers(config: Any, layers: Sequence[int]) -> Any:
+    """Returns the config of a model that has some layers of another, or of an own decoder."""
+    changes: dict[str, Any] = {"num_layers": len(layers)}
+    if full := getattr(config, "full_layers", ()):
+        changes["full_layers"] = tuple(i for i, layer in enumerate(layers) if layer in full)
+    return dataclasses.replace(config, **changes)
 
 
 class Attention(nn.Module):
@@ -232,15 +360,26 @@ class Attention(nn.Module):
         )
         if c.qk_norm:
             settings = c.head_dim, c.norm_eps, self.dtype, HEAD_DIM, self.backend
-            q, k = RMSNorm(*settings, name="q_norm")(q), RMSNorm(*settings, name="k_norm")(k)
+            norm = NORMS[c.norm]
+            q, k = norm(*settings, name="q_norm")(q), norm(*settings, name="k_norm")(k)
         if c.clip_qkv is not None:
             q, k, v = (jnp.clip(x, -c.clip_qkv, c.clip_qkv) for x in (q, k, v))
         if isinstance(c.positions, Rope):
-            q, k = rotate(q, positions, c.positions), rotate(k, positions, c.positions)
+            turn = c.frequencies(layer)
+            q, k = rotate_by(q, positions, *turn), rotate_by(k, positions, *turn)
         if isinstance(c.positions, Alibi):
             slopes = local_slopes(c.num_heads, self.split)
             q, k, v = add_biases(q, k, v, positions, slopes, c.positions)
-        out, aux = attend(layer, q, k, v)
+        if c.query_scale is not None:  # attention multiplies by D**-0.5
+            q = q * (c.query_scale * c.head_dim**0.5)
+        options: dict[str, Any] = {}
+        if c.attention_softcap is not None:
+            options["softcap"] = c.attention_softcap
+        if c.attention_sinks:
+            normal = nn.initializers.normal(1.0)
+            sinks = nn.with_logical_partitioning(normal, (HEADS,))
+            options["sinks"] = self.param("sinks", sinks, heads[0][:1], self.dtype)
+        out, aux = attend(layer, q, k, v, **options)
         out = out[..., : c.head_dim]
         out = projection(heads, embed, c.out_bias, axis_names=self.split.axes, name="out")(out)
         return out, aux
@@ -260,7 +399,6 @@ class FeedForward(nn.Module):
         c = self.config
         embed = ((c.hidden_size, EMBED),)
         hidden = ((c.intermediate_size // self.split.shards, MLP),)
-        activation = ACTIVATIONS[c.activation]
         projection = functools.partial(
             Projection,
             use_bias=c.mlp_bias,
@@ -269,9 +407,39 @@ class FeedForward(nn.Module):
             backend=self.backend,
         )
         matrices = [projection(embed, hidden, name=name) for name in ("gate", "up")[not c.gated :]]
-        first, *others = project(x, *matrices)
-        x = activation(first) * others[0] if c.gated else activation(first)
+        x = c.activate(*project(x, *matrices))
         return projection(hidden, embed, axis_names=self.split.axes, name="down")(x)
+
+
+class MixtureOfExperts(nn.Module):
+    """MLPs of which a router chooses some for each token (`models.experts`)."""
+
+    config: DecoderConfig
+    dtype: Any
+    split: Split = Split()
+    weights: WeightFormat | None = None
+    backend: str | None = None
+
+    @nn.compact
+    def __call__(self, x):
+        c = self.config
+        assert c.num_experts is not None
+        options: Any = dict(dtype=self.dtype, backend=self.backend)
+        embed, unit = (c.hidden_size, EMBED), (c.intermediate_size, None)
+        local = (c.num_experts // self.split.shards, EXPERTS)
+        logits_of = functools.partial(Projection, (embed,), ((c.num_experts, None),), c.router_bias)
+        router = logits_of(name="router", **options)
+        projection = functools.partial(Projection, use_bias=c.mlp_bias, weights=self.weights)
+        into = [
+            projection((embed,), (local, unit), name=name, **options)
+            for name in ("gate", "up")[not c.gated :]
+        ]
+        out_of = projection((unit,), (local, embed), name="down", **options)
+        rows = x.reshape(-1, x.shape[-1])
+        chosen = experts.choose(router(rows), c.experts_per_token, c.normalize_experts)
+        first = collectives.axis_index(self.split.axes) * local[0] if self.split.axes else 0
+        out = experts.run_experts(rows, *chosen, into, c.activate, out_of, first)
+        return collectives.psum(out.astype(x.dtype), self.split.axes).reshape(x.shape)
 
 
 class Block(nn.Module):
@@ -293,7 +461,8 @@ class Block(nn.Module):
 
         settings = c, self.dtype, self.split, self.weights, self.backend
         attention = Attention(*settings, name="attention")
-        mlp = FeedForward(*settings, name="mlp")
+        kind = FeedForward if c.num_experts is None else MixtureOfExperts
+        mlp = kind(*settings, name="mlp")
         if not c.norm_before:
             out, aux = attention(x, positions, attend, layer)
             x = norm("attention_norm")(x + out)
@@ -303,8 +472,9 @@ class Block(nn.Module):
         if c.parallel:
             normed = normed if c.shared_norm else norm("mlp_norm")(x)
             return x + out + mlp(normed), aux
-        x = x + out
-        return x + mlp(norm("mlp_norm")(x)), aux
+        x = x + (norm("attention_output_norm")(out) if c.norm_after else out)
+        out = mlp(norm("mlp_norm")(x))
+        return x + (norm("mlp_output_norm")(out) if c.norm_after else out), aux
 
 
 class Decoder(nn.Module):
@@ -389,6 +559,8 @@ class Decoder(nn.Module):
         if c.draft_vocab_size is not None:
             tokens = self.vocab_map[tokens]
         x = embedding_lookup(self.embedding, tokens, self.split)
+        if c.scale_embeddings:
+            x = x * jnp.asarray(c.hidden_size**0.5, x.dtype)
         if c.embedding_size is not None:
             x = self.project_in(x)
         if isinstance(c.positions, LearnedPositions):
@@ -422,4 +594,5 @@ class Decoder(nn.Module):
         x = self.project_out(x) if c.embedding_size is not None else x
         wide = jnp.promote_types(self.dtype, jnp.float32)
         (logits,) = products(x, [Matrix(weight)], 1, self.backend, wide)
+        logits = capped(logits, c.logits_softcap)
         return logits if c.draft_vocab_size is None else logits.at[..., -1].set(NEVER)

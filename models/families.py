@@ -89,7 +89,7 @@ _KEYS = {
     "max_position_embeddings": "max_positions",
     "tie_word_embeddings": "tie_embeddings",
 }
-_LLAMA_KEYS = {
+_LLAMA_KEYS: dict[str, str | tuple[str, ...]] = {
     **_KEYS,
     "num_key_value_heads": "num_kv_heads",
     "head_dim": "head_dim",
@@ -124,6 +124,31 @@ _QWEN_DEFAULTS = {
     "num_key_value_heads": 32,
     "sliding_window": 4096,
 }
+_GEMMA_KEYS: dict[str, str | tuple[str, ...]] = {
+    **{key: field for key, field in _LLAMA_KEYS.items() if key != "draft_vocab_size"},
+    "hidden_activation": "activation",
+    "attention_bias": ("qkv_bias", "out_bias"),
+    "attn_logit_softcapping": "attention_softcap",
+    "final_logit_softcapping": "logits_softcap",
+}
+_GEMMA_NAMES = {
+    **{part: name for part, name in _LLAMA_NAMES.items() if part != "vocab_map"},
+    "attention_output_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_output_norm": "post_feedforward_layernorm",
+}
+_GEMMA_SETTINGS = {"norm": "rms_plus_one", "norm_after": True, "scale_embeddings": True}
+_GEMMA_DEFAULTS = {
+    **_LLAMA_DEFAULTS,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attention_bias": False,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+# Settings of mixtures of experts in training.
+_TRAINING = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
 _SILU = {"hidden_act": ("silu", "swish")}
 _BIASES = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
 _PLAIN = {"norm": "layer", "gated": False, "tie_embeddings": True}  # MLP without a gate
@@ -201,6 +226,124 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             parts=("rope", "optional_window"),
             defaults={**_QWEN_DEFAULTS, "head_dim": 128, "attention_bias": False},
             fixed=_SILU,
+        ),
+        "mixtral": Family(
+            "MixtralForCausalLM",
+            names={
+                **_LLAMA_NAMES,
+                "router": "block_sparse_moe.gate",
+                "gate": "block_sparse_moe.experts.{}.w1",
+                "up": "block_sparse_moe.experts.{}.w3",
+                "down": "block_sparse_moe.experts.{}.w2",
+            },
+            keys={
+                **_LLAMA_KEYS,
+                "num_local_experts": "num_experts",
+                "num_experts_per_tok": "experts_per_token",
+            },
+            parts=("rope", "window"),
+            defaults={
+                **_LLAMA_DEFAULTS,
+                "max_position_embeddings": 131072,
+                "num_key_value_heads": 8,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 1000000.0,
+                "num_local_experts": 8,
+                "num_experts_per_tok": 2,
+            },
+            fixed=_SILU,
+            ignored=_TRAINING,
+        ),
+        "qwen3_moe": Family(
+            "Qwen3MoeForCausalLM",
+            names={
+                **_LLAMA_NAMES,
+                "router": "mlp.gate",
+                **{part: f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")},
+            },
+            keys={
+                **{key: field for key, field in _LLAMA_KEYS.items() if key != "intermediate_size"},
+                "moe_intermediate_size": "intermediate_size",
+                "attention_bias": ("qkv_bias", "out_bias"),
+                "num_experts_per_tok": "experts_per_token",
+                "norm_topk_prob": "normalize_experts",
+            },
+            settings={"qk_norm": True},
+            parts=("rope", "experts", "optional_window"),
+            defaults={
+                **_QWEN_DEFAULTS,
+                "num_key_value_heads": 4,
+                "attention_bias": False,
+                "moe_intermediate_size": 768,
+                "num_experts_per_tok": 8,
+                "norm_topk_prob": False,
+            },
+            fixed={**_SILU, "decoder_sparse_step": (1,), "mlp_only_layers": ([], ())},
+            ignored=(*_TRAINING, "intermediate_size"),  # of layers without experts
+        ),
+        "gpt_oss": Family(
+            "GptOssForCausalLM",
+            names={
+                **{part: name for part, name in _LLAMA_NAMES.items() if part not in ("gate", "up")},
+                "sinks": "self_attn.sinks",
+                "router": "mlp.router",
+                "gate_up": "mlp.experts.gate_up_proj",
+                "down": "mlp.experts.down_proj",
+            },
+            keys={
+                **_LLAMA_KEYS,
+                "attention_bias": ("qkv_bias", "out_bias"),
+                "num_local_experts": "num_experts",
+                "num_experts_per_tok": "experts_per_token",
+                "swiglu_limit": "swiglu_limit",
+            },
+            settings={"attention_sinks": True, "router_bias": True, "mlp_bias": True},
+            parts=("rope", "alternating_window"),
+            defaults={
+                **_LLAMA_DEFAULTS,
+                "max_position_embeddings": 131072,
+                "num_key_value_heads": 8,
+                "head_dim": 64,
+                "rms_norm_eps": 1e-5,
+                "attention_bias": True,
+                "rope_theta": 150000.0,
+                "sliding_window": 128,
+                "num_local_experts": 128,
+                "num_experts_per_tok": 4,
+                "swiglu_limit": 7.0,
+            },
+            fixed={**_SILU, "swiglu_alpha": (1.702,)},
+            ignored=(*_TRAINING, "experts_per_token", "initial_context_length"),
+        ),
+        "gemma2": Family(
+            "Gemma2ForCausalLM",
+            names=_GEMMA_NAMES,
+            keys=_GEMMA_KEYS,
+            settings=_GEMMA_SETTINGS,
+            parts=("rope", "query_scale", "alternating_window"),
+            defaults={
+                **_GEMMA_DEFAULTS,
+                "max_position_embeddings": 8192,
+                "attn_logit_softcapping": 50.0,
+                "final_logit_softcapping": 30.0,
+            },
+            fixed={"use_bidirectional_attention": (False, None)},
+            ignored=("hidden_act", "cache_implementation"),
+        ),
+        "gemma3_text": Family(
+            "Gemma3ForCausalLM",
+            names=_GEMMA_NAMES,
+            keys=_GEMMA_KEYS,
+            settings={**_GEMMA_SETTINGS, "qk_norm": True},
+            parts=("two_ropes", "query_scale", "alternating_window"),
+            defaults={
+                **_GEMMA_DEFAULTS,
+                "max_position_embeddings": 131072,
+                "rope_theta": 1000000.0,
+                "sliding_window_pattern": 6,
+            },
+            fixed={"use_bidirectional_attention": (False, None)},
+            ignored=("hidden_act", "cache_implementation"),
         ),
         "opt": Family(
             "OPTForCausalLM",

@@ -7,7 +7,7 @@ result in a model that is slightly wrong.
 import dataclasses
 import difflib
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from models.decoder import DecoderConfig
@@ -110,6 +110,8 @@ ATTN_CONFIG = {
     "prefix_lm": (False,),
     "qk_ln": (False,),
 }
+EXPERTS = ("num_experts", "num_local_experts")
+FULL, SLIDING = "full_attention", "sliding_attention"  # the values of layer_types
 ATTN_IGNORED = ("attn_impl", "attn_uses_sequence_id", "model_type")
 
 
@@ -117,8 +119,11 @@ ATTN_IGNORED = ("attn_impl", "attn_uses_sequence_id", "model_type")
 KEY_TYPES: dict[str, type] = {
     **dict.fromkeys(("rope_scaling", "rope_parameters", "attn_config"), dict),
     **dict.fromkeys(("rope_theta", "partial_rotary_factor", "clip_qkv"), float),
+    **dict.fromkeys(("rope_local_base_freq", "query_pre_attn_scalar"), float),
     **dict.fromkeys(("original_max_position_embeddings", "sliding_window"), int),
     **dict.fromkeys(("max_window_layers", "num_kv_heads", "num_ln_in_parallel_attn"), int),
+    **dict.fromkeys(EXPERTS, int),
+    **dict.fromkeys(("sliding_window_pattern", "_sliding_window_pattern"), int),
     **dict.fromkeys(("use_sliding_window", "_remove_final_layer_norm", "multi_query"), bool),
     **dict.fromkeys(("alibi", "new_decoder_architecture", "parallel_attn"), bool),
     "layer_types": list,
@@ -347,9 +352,16 @@ def _write_rope(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _read_window(reader: _Reader, settings: Settings) -> Settings:
-    """Returns the sliding window that all layers apply, and the positions that it leaves."""
-    _layer_types(reader)
-    return _limited(settings, reader.get("sliding_window"))
+    """Returns the sliding window that all layers have, if there is one."""
+    layers, window = settings["num_layers"], reader.get("sliding_window")
+    full = _full_layers(reader, layers, range(layers if window is None else 0))
+    if window is not None and full:
+        raise ValueError(
+            f"layer_types has full_attention and sliding_window is {window}: all layers of "
+            f"model_type={reader.get('model_type')!r} have the window; use null, or remove "
+            "layer_types"
+        )
+    return {"sliding_window": window}
 
 
 def _write_window(config: DecoderConfig) -> dict[str, Any]:
@@ -357,38 +369,118 @@ def _write_window(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _read_optional_window(reader: _Reader, settings: Settings) -> Settings:
-    """Returns the sliding window that some layer applies, if any (Qwen)."""
-    types = _layer_types(reader)
-    window, first = reader.get("sliding_window"), reader.get("max_window_layers", 28)
-    slides = "sliding_attention" in types if types else first < settings["num_layers"]
-    applies = reader.get("use_sliding_window", False) and slides
-    return _limited(settings, window if applies else None)
+    """Returns the window of the last layers, if it is used (Qwen)."""
+    layers, window = settings["num_layers"], reader.get("sliding_window")
+    full = _full_layers(reader, layers, range(min(reader.get("max_window_layers", 28), layers)))
+    if not reader.get("use_sliding_window", False):
+        window = None
+    return _windowed(window, full, layers)
 
 
 def _write_optional_window(config: DecoderConfig) -> dict[str, Any]:
-    # Up to `max_positions` it makes no difference which layers have the window.
+    slides = config.sliding_window is not None
+    first_windowed = len(config.full_layers) if slides else config.num_layers
     return {
-        "use_sliding_window": config.sliding_window is not None,
+        "use_sliding_window": slides,
         "sliding_window": config.sliding_window,
-        "max_window_layers": 0 if config.sliding_window is not None else config.num_layers,
+        "max_window_layers": first_windowed,
+        **(_write_layer_types(config) if slides else {}),
     }
 
 
-def _layer_types(reader: _Reader) -> tuple[str, ...]:
-    types = tuple(reader.get("layer_types", ()))
-    for kind in types:
-        if kind not in ("full_attention", "sliding_attention"):
+def _read_alternating_window(reader: _Reader, settings: Settings) -> Settings:
+    """Returns the window of all layers but every second or n-th one (Gemma, gpt-oss)."""
+    layers, period = settings["num_layers"], reader.get("sliding_window_pattern", 2)
+    period = reader.get("_sliding_window_pattern", period)
+    full = _full_layers(reader, layers, range(period - 1, layers, period))
+    return _windowed(reader.get("sliding_window"), full, layers)
+
+
+def _write_alternating_window(config: DecoderConfig) -> dict[str, Any]:
+    return {"sliding_window": config.sliding_window, **_write_layer_types(config)}
+
+
+def _windowed(window: int | None, full: tuple[int, ...], layers: int) -> Settings:
+    """Returns the fields of windows, given the layers that would have none."""
+    if window is None or len(full) == layers:
+        return {"sliding_window": None}
+    return {"sliding_window": window, "full_layers": full}
+
+
+def _write_layer_types(config: DecoderConfig) -> dict[str, Any]:
+    full = range(config.num_layers) if config.sliding_window is None else config.full_layers
+    kinds = (FULL if layer in full else SLIDING for layer in range(config.num_layers))
+    return {"layer_types": list(kinds)}
+
+
+def _full_layers(reader: _Reader, layers: int, default: Iterable[int]) -> tuple[int, ...]:
+    """Returns the layers without a window: those of `layer_types`, by default others."""
+    kinds = reader.get("layer_types")
+    if kinds is None:
+        return tuple(default)
+    for kind in kinds:
+        if kind not in (FULL, SLIDING):
             raise ValueError(
                 f"layer_types names {kind!r}, which is not supported: every layer must have "
-                "'full_attention' or 'sliding_attention'"
+                f"{FULL!r} or {SLIDING!r}"
             )
-    return types
+    if len(kinds) != layers:
+        raise ValueError(f"layer_types has {len(kinds)} entries, and the model {layers} layers")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == FULL)
 
 
-def _limited(settings: Settings, window: int | None) -> Settings:
-    positions = settings["max_positions"]
-    limit = positions if window is None else min(positions, window)
-    return {"sliding_window": window, "max_positions": limit}
+def _read_two_ropes(reader: _Reader, settings: Settings) -> Settings:
+    """Returns the rotary settings of full and of windowed layers (Gemma 3)."""
+    nested = reader.get("rope_parameters")
+    if nested is None or not {FULL, SLIDING}.intersection(nested):
+        local = Rope(theta=float(reader.get("rope_local_base_freq", 10000.0)))
+        return _read_rope(reader, settings) | {"window_positions": local}
+    outside = {
+        "rope_theta": reader.get("rope_theta", 1000000.0),
+        "original_max_position_embeddings": None,
+        "max_position_embeddings": settings["max_positions"],
+    }
+    if unknown := set(nested) - {FULL, SLIDING}:
+        raise ValueError(f"rope_parameters names {sorted(unknown)}: it must name {FULL}, {SLIDING}")
+    ropes = []
+    for kind in (FULL, SLIDING):
+        key = f"rope_parameters of {kind}"
+        ropes.append(_parse_rope(key, nested.get(kind, {}), outside, reader.rope_kinds))
+    # Older versions read these, which repeat the above.
+    reader.read |= {"rope_local_base_freq", "rope_scaling"}
+    return dict(zip(("positions", "window_positions"), ropes, strict=True))
+
+
+def _write_two_ropes(config: DecoderConfig) -> dict[str, Any]:
+    raw, local = _write_rope(config), config.window_positions
+    if local is None or local.kind != "default":
+        return raw
+    whole = raw["rope_parameters"]
+    windowed = {"rope_type": "default", "rope_theta": local.theta}
+    raw |= {"rope_parameters": {FULL: whole, SLIDING: windowed}}
+    return raw | {"rope_local_base_freq": local.theta}
+
+
+def _read_experts(reader: _Reader, settings: Settings) -> Settings:
+    """Returns the number of experts, which transformers 5 names as Mixtral does (Qwen)."""
+    counts = {n for key in EXPERTS if (n := reader.get(key)) is not None} or {128}
+    if len(counts) > 1:
+        raise ValueError(f"{' and '.join(EXPERTS)} differ: {sorted(counts)}; keep one of them")
+    return {"num_experts": counts.pop()}
+
+
+def _write_experts(config: DecoderConfig) -> dict[str, Any]:
+    return dict.fromkeys(EXPERTS, config.num_experts)
+
+
+def _read_query_scale(reader: _Reader, settings: Settings) -> Settings:
+    scalar = float(reader.get("query_pre_attn_scalar", 256.0))
+    return {"query_scale": None if scalar == settings["head_dim"] else scalar**-0.5}
+
+
+def _write_query_scale(config: DecoderConfig) -> dict[str, Any]:
+    scalar = config.head_dim if config.query_scale is None else config.query_scale**-2
+    return {"query_pre_attn_scalar": round(scalar, 6)}
 
 
 def _read_final_norm(reader: _Reader, settings: Settings) -> Settings:
@@ -479,6 +571,10 @@ PARTS = {
     "rope": Part(_read_rope, _write_rope),
     "window": Part(_read_window, _write_window),
     "optional_window": Part(_read_optional_window, _write_optional_window),
+    "alternating_window": Part(_read_alternating_window, _write_alternating_window),
+    "two_ropes": Part(_read_two_ropes, _write_two_ropes),
+    "experts": Part(_read_experts, _write_experts),
+    "query_scale": Part(_read_query_scale, _write_query_scale),
     "final_norm": Part(_read_final_norm, _write_final_norm),
     "multi_query": Part(_read_multi_query, _write_multi_query),
     "rope_or_alibi": Part(_read_rope_or_alibi, _write_rope_or_alibi),

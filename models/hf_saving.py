@@ -123,7 +123,11 @@ def _named_params(module: nn.Module, params: Any) -> list[tuple[Tensor, dict[str
         *parents, last = tensor.path
         names = (last, "scale", "zero") if last == "weight" else (last,)
         paths = {name: (*parents, name) for name in names}
-        found.append((tensor, {name: flat[path] for name, path in paths.items() if path in flat}))
+        values = {name: flat[path] for name, path in paths.items() if path in flat}
+        if tensor.expert is not None:  # scales and zero points have their groups first
+            at = {n: (slice(None),) * (n in ("scale", "zero")) for n in values}
+            values = {n: x[(*at[n], tensor.expert)] for n, x in values.items()}
+        found.append((tensor, values))
     return found
 
 

@@ -25,7 +25,7 @@ from models.positions import LearnedPositions
 IGNORED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|masked_bias|attn\.bias|decoder\.version)")
 UNEMBEDDING = "lm_head.weight"
 DTYPES = {"F16": np.float16, "BF16": ml_dtypes.bfloat16, "F32": np.float32, "F64": np.float64}
-QUANTIZED = {"I8": np.int8, "I64": np.int64, "F8_E4M3": ml_dtypes.float8_e4m3fn}
+QUANTIZED = {"I8": np.int8, "U8": np.uint8, "I64": np.int64, "F8_E4M3": ml_dtypes.float8_e4m3fn}
 STORED = DTYPES | QUANTIZED | {"I32": np.int32}  # integers keep their dtype
 
 
@@ -96,6 +96,28 @@ class Fused:
 
 
 @dataclasses.dataclass(frozen=True)
+class Interleaved:
+    """The outputs of one parameter in a tensor of several, which alternate (gpt-oss).
+
+    Attributes:
+      count: the number of parameters.
+      index: of this one.
+    """
+
+    count: int
+    index: int
+
+    def part(self, stored: np.ndarray) -> np.ndarray:
+        """Returns this parameter's rows of `stored`, whose first axis has all outputs."""
+        return stored[self.index :: self.count]
+
+    def join(self, parts: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+        """Returns the array of shape `shape` that has `parts`, those of all parameters."""
+        rows = [x.reshape(-1, *shape[1:]) for x in parts]
+        return np.stack(rows, 1).reshape(shape)
+
+
+@dataclasses.dataclass(frozen=True)
 class Tensor:
     """A parameter, and the stored tensor that has it.
 
@@ -106,6 +128,10 @@ class Tensor:
       flat: whether it is stored with one axis.
       transposed: whether a linear map is stored as [inputs, outputs] instead of [outputs, inputs].
       fused: where the tensor has the parameter; None: it has no other one.
+      expert: the index on the parameter's first axis of which the tensor has the values; None: it
+        has all of them.
+      experts: the number of experts of a tensor that has all of them as its first axis, each
+        transposed; None: it has no such axis.
     """
 
     name: str
@@ -113,38 +139,65 @@ class Tensor:
     inputs: int = 0
     flat: bool = False
     transposed: bool = False
-    fused: Fused | None = None
+    fused: Fused | Interleaved | None = None
+    expert: int | None = None
+    experts: int | None = None
+
+    @property
+    def is_block_matrix(self) -> bool:
+        """Whether it is a matrix of a block, which `weights` quantizes; routers are not."""
+        return (
+            bool(self.inputs) and self.path[0].startswith("layers_") and "router" not in self.path
+        )
+
+    def part_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of the part of a parameter that the tensor has."""
+        return tuple(shape if self.expert is None else shape[1:])
 
     def matrix_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the tensor's shape before a transpose, for a parameter of shape `shape`.
 
         The shape is [outputs, inputs] for a linear map.
         """
+        shape = self.part_shape(shape)
+        if self.experts is not None:
+            count = self.fused.count if isinstance(self.fused, Interleaved) else 1
+            rows = shape[0] * shape[1] * count
+            return (rows, *shape[2:])
         if not self.inputs and not self.flat:
-            return tuple(shape)
+            return shape
         first = len(shape) - self.inputs
         outputs = math.prod(shape[:first])
-        if self.fused is not None:
+        if isinstance(self.fused, Fused):
             outputs = self.fused.groups * sum(self.fused.sizes)
         return (outputs,) if self.flat else (outputs, math.prod(shape[first:]))
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the tensor's shape, for a parameter of shape `shape`."""
         matrix = self.matrix_shape(shape)
+        if self.experts is not None:
+            rows, *inputs = matrix
+            return (self.experts, *inputs, rows // self.experts)
         return matrix[::-1] if self.transposed else matrix
 
     def to_parameter(self, stored: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        """Returns the parameter, of shape `shape`; a view unless its outputs are in groups."""
+        """Returns the part of a parameter of shape `shape`; a view unless outputs are in groups."""
         stored = stored.T if self.transposed else stored
-        return (stored if self.fused is None else self.fused.part(stored)).reshape(shape)
+        if self.experts is not None:
+            stored = np.moveaxis(stored, -1, 1)
+            stored = stored.reshape(-1, *stored.shape[2:])
+        stored = stored if self.fused is None else self.fused.part(stored)
+        return stored.reshape(self.part_shape(shape))
 
 
 def to_stored(tensors: Sequence[Tensor], parameters: Sequence[np.ndarray]) -> np.ndarray:
     """Returns the contiguous array of one tensor, given all parameters that it has, in order."""
-    first = tensors[0]
+    first = dataclasses.replace(tensors[0], expert=None)  # of a part, whose shape is known
     shape = first.matrix_shape(parameters[0].shape)
     fused = first.fused
     stored = parameters[0].reshape(shape) if fused is None else fused.join(parameters, shape)
+    if first.experts is not None:
+        stored = np.moveaxis(stored.reshape(first.experts, -1, *stored.shape[1:]), 1, -1)
     return np.ascontiguousarray(stored.T if first.transposed else stored)
 
 
@@ -183,17 +236,37 @@ def _layer(c: DecoderConfig, layer: str, path: tuple[str, ...]) -> list[Tensor]:
         heads = (c.num_heads, c.num_kv_heads, c.num_kv_heads)
         sizes = tuple(count * c.head_dim // groups for count in heads)
         for i, part in enumerate("qkv"):
-            fused = Fused(groups, sizes, i)
-            tensors += linear(name["qkv"], (*attention, part), 1, c.qkv_bias, fused=fused)
+            of_head = Fused(groups, sizes, i)
+            tensors += linear(name["qkv"], (*attention, part), 1, c.qkv_bias, fused=of_head)
     else:
         for part in "qkv":
             tensors += linear(name[part], (*attention, part), 1, c.qkv_bias)
     if c.qk_norm:
         for part in ("q_norm", "k_norm"):
             tensors += _norm(name[part], (*attention, part))
+    if c.attention_sinks:
+        tensors.append(Tensor(name["sinks"], (*attention, "sinks"), flat=True))
     tensors += linear(name["out"], (*attention, "out"), 2, c.out_bias)
     if not c.shared_norm:
         tensors += _norm(name[f"{own_norms}mlp_norm"], (*path, "mlp_norm"), bias)
+    for part in ("attention_output_norm", "mlp_output_norm") * c.norm_after:
+        tensors += _norm(name[part], (*path, part), bias)
+    if c.num_experts is not None and "gate_up" in name:
+        tensors += linear(name["router"], (*mlp, "router"), 1, c.router_bias)
+        parts = [("gate", "gate_up", Interleaved(2, 0)), ("up", "gate_up", Interleaved(2, 1))]
+        for part, key, alternating in (*parts, ("down", "down", None)):
+            options: dict[str, Any] = dict(fused=alternating, experts=c.num_experts)
+            tensors.append(Tensor(name[key], (*mlp, part, "weight"), inputs=1, **options))
+            if c.mlp_bias:
+                bias_name = f"{name[key]}_bias"
+                tensors.append(Tensor(bias_name, (*mlp, part, "bias"), flat=True, **options))
+        return tensors
+    if c.num_experts is not None:
+        tensors += linear(name["router"], (*mlp, "router"), 1, c.router_bias)
+        for part in ("gate",) * c.gated + ("up", "down"):
+            for i in range(c.num_experts):
+                tensors += linear(name[part].format(i), (*mlp, part), 1, c.mlp_bias, expert=i)
+        return tensors
     if "gate_up" in name:
         for i, part in enumerate(("gate", "up")):
             fused = Fused(1, (c.intermediate_size,) * 2, i)

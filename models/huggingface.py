@@ -7,6 +7,7 @@ model needs little host memory.
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import pathlib
@@ -55,6 +56,18 @@ from models.quantized_checkpoints import (
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 QUANTIZATION = "quantization_config"
+# Settings of sampling in generation_config.json, and their values without an effect.
+SAMPLING_KEYS = {
+    "temperature": None,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+}
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -241,6 +254,18 @@ def special_tokens(path: pathlib.Path) -> dict[str, Any]:
     return {"eos_token_ids": eos, **others}
 
 
+def sampling_defaults(path: pathlib.Path) -> dict[str, Any]:
+    """Returns the settings of sampling in generation_config.json that change the text.
+
+    Those without an effect, such as a repetition penalty of 1, are left out.
+    """
+    if not (path / "generation_config.json").is_file():
+        return {}
+    generation = _read_json(path / "generation_config.json")
+    found = {key: generation.get(key) for key in SAMPLING_KEYS}
+    return {key: x for key, x in found.items() if x is not None and x != SAMPLING_KEYS[key]}
+
+
 def _weight_files(path: pathlib.Path) -> list[pathlib.Path]:
     if (path / INDEX).is_file():
         names = sorted(set(_read_json(path / INDEX)["weight_map"].values()))
@@ -326,7 +351,7 @@ def _format(
     """
     shapes, found, plain = parameter_shapes(config), [], []
     for tensor, where in stored:
-        if tensor.path[0].startswith(BLOCK) and tensor.inputs:
+        if tensor.is_block_matrix:
             if isinstance(where, Stored):
                 plain.append(where.name)
             else:
@@ -440,10 +465,10 @@ def _read_params(
     lazy_blocks: bool,
 ) -> Any:
     boxes, flat = parameter_shapes(module.config, module.weights), dict[tuple[str, ...], Any]()
-    for tensor, where in stored:
-        if lazy_blocks and tensor.path[0].startswith(BLOCK):
+    for tensors in _by_parameter(stored):
+        if lazy_blocks and tensors[0][0].path[0].startswith(BLOCK):
             continue
-        found = read(tensor, where)
+        found = _read_parameter(tensors, read)
         for path, values in found.items():
             dtype = values.dtype if values.dtype == np.int32 or len(found) > 1 else module.dtype
             flat[path] = _put(values, dtype, sharding_of and sharding_of(boxes[path].names))
@@ -452,10 +477,29 @@ def _read_params(
 
 def _read_block(stored: list[_Found], read: _Read, index: int) -> dict[str, Any]:
     flat = dict[tuple[str, ...], np.ndarray]()
-    for tensor, where in stored:
-        if tensor.path[0] == f"{BLOCK}{index}":
-            flat |= {path[1:]: values for path, values in read(tensor, where).items()}
+    for tensors in _by_parameter(stored):
+        if tensors[0][0].path[0] == f"{BLOCK}{index}":
+            found = _read_parameter(tensors, read)
+            flat |= {path[1:]: values for path, values in found.items()}
     return flax.traverse_util.unflatten_dict(flat)
+
+
+def _by_parameter(stored: list[_Found]) -> Iterator[list[_Found]]:
+    """Yields the tensors of each parameter, one unless each expert has its own."""
+    for _, found in itertools.groupby(stored, lambda found: found[0].path):
+        yield list(found)
+
+
+def _read_parameter(tensors: list[_Found], read: _Read) -> dict[tuple[str, ...], np.ndarray]:
+    """Returns the parameters of the tensors of `_by_parameter`, as `_parameter_reader` does."""
+    if tensors[0][0].expert is None:
+        return read(*tensors[0])
+    parts = [read(*found) for found in tensors]
+    # Scales and zero points have their groups first.
+    return {
+        path: np.stack([part[path] for part in parts], int(path[-1] in ("scale", "zero")))
+        for path in parts[0]
+    }
 
 
 def _parameter_reader(module: nn.Module, quantization: QuantizationConfig | None) -> _Read:
@@ -477,11 +521,12 @@ def _parameter_reader(module: nn.Module, quantization: QuantizationConfig | None
         return matrix if fused is None else matrix.map(fused.part)
 
     def read(tensor: Tensor, where: _Place) -> dict[tuple[str, ...], np.ndarray]:
-        shape, inputs = shapes[tensor.path].value.shape, tensor.inputs
-        form = module.weights if inputs and tensor.path[0].startswith(BLOCK) else None
+        whole, inputs = shapes[tensor.path].value.shape, tensor.inputs
+        shape = tensor.part_shape(whole)
+        form = module.weights if tensor.is_block_matrix else None
         found = None
         if isinstance(where, Stored):
-            values = tensor.to_parameter(mapped(where.file)[where.name], shape)
+            values = tensor.to_parameter(mapped(where.file)[where.name], whole)
         else:
             matrix = unpacked(tensor, where)
             if form is not None and holds(form, matrix):

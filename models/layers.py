@@ -12,7 +12,8 @@ from models.linear import mean
 from sharding import Split, collectives
 
 # attend(layer, q [B,T,H,D], k [B,T,K,D], v [B,T,K,D]) -> (out [B,T,H,D], what to keep)
-Attend = Callable[[int, Array, Array, Array], tuple[Array, Any]]
+# Models that need them also pass softcap, a number, and sinks [H] (`DecoderConfig`).
+Attend = Callable[..., tuple[Array, Any]]
 
 # Of a pass: hidden states [B,T,E], `attend`'s aux of each layer, and inputs of layers, by layer
 PassResult = tuple[Float[Array, "B T E"], tuple, dict[int, Float[Array, "B T E"]]]
@@ -21,20 +22,27 @@ NEVER = -1e30  # logit of a token that is never predicted; finite, so that diffe
 
 
 class RMSNorm(nn.Module):
-    """x divided by its root mean square, scaled; the mean is computed in float32."""
+    """x divided by its root mean square, scaled; the mean is computed in float32.
+
+    With `plus_one` the scale is 1 + the parameter, and applied in float32.
+    """
 
     size: int
     eps: float
     dtype: Any
     axis: str | None = None
     backend: str | None = None
+    plus_one: bool = False
 
     @nn.compact
     def __call__(self, x: Float[Array, "*B E"]) -> Float[Array, "*B E"]:
-        init = nn.with_logical_partitioning(nn.initializers.ones, (self.axis,))
+        start = nn.initializers.zeros if self.plus_one else nn.initializers.ones
+        init = nn.with_logical_partitioning(start, (self.axis,))
         scale = self.param("scale", init, (self.size,), self.dtype)
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         wide = wide * jax.lax.rsqrt(mean(wide * wide, self.backend) + self.eps)
+        if self.plus_one:
+            return (wide * (1 + scale.astype(wide.dtype))).astype(x.dtype)
         return wide.astype(x.dtype) * scale
 
 

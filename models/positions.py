@@ -194,7 +194,22 @@ def rotate(
     x: Float[Array, "B T H D"], positions: Int[Array, "B T"], rope: Rope
 ) -> Float[Array, "B T H D"]:
     """Returns x rotated by its absolute positions, in x's dtype; angles are float32."""
-    inverse, factor = frequencies(rope, x.shape[-1])
+    return rotate_by(x, positions, *frequencies(rope, x.shape[-1]))
+
+
+def rotate_by(
+    x: Float[Array, "B T H D"],
+    positions: Int[Array, "B T"],
+    inverse: Float[Array, "R/2"] | np.ndarray,
+    factor: Float[Array, ""] | float,
+) -> Float[Array, "B T H D"]:
+    """Returns what `rotate` does, given the frequencies.
+
+    Args:
+      x: queries or keys.
+      positions: of the tokens.
+      inverse, factor: as `frequencies` returns them.
+    """
     angles = positions[..., None].astype(jnp.float32) * inverse  # [B,T,R/2]
     cos, sin = ((f(angles) * factor).astype(x.dtype)[:, :, None] for f in (jnp.cos, jnp.sin))
     return rotate_pairs(x, cos, sin)

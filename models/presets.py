@@ -54,6 +54,82 @@ def _qwen_2_5(
     )
 
 
+def _gemma(
+    family: str,
+    vocab: int,
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    **more: Any,
+) -> DecoderConfig:
+    return family_config(
+        family,
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        activation="gelu_pytorch_tanh",
+        norm_eps=1e-6,
+        tie_embeddings=True,
+        **more,
+    )
+
+
+def _gemma_3(
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    window: int,
+    factor: float = 1.0,
+    head_dim: int = 256,
+    **more: Any,
+) -> DecoderConfig:
+    kind = "default" if factor == 1 else "linear"
+    settings: dict[str, Any] = {
+        "max_positions": 131072,
+        "positions": Rope(theta=1000000.0, kind=kind, factor=factor),
+        "window_positions": Rope(),
+        "sliding_window": window,
+        "full_layers": tuple(range(5, layers, 6)),
+        **more,
+    }
+    sizes = 262144, hidden, intermediate, layers, heads, kv_heads, head_dim
+    return _gemma("gemma3_text", *sizes, **settings)
+
+
+def _gpt_oss(layers: int, experts: int) -> DecoderConfig:
+    rope = Rope(
+        theta=150000.0, kind="yarn", factor=32.0, original_max_positions=4096, truncate=False
+    )
+    return family_config(
+        "gpt_oss",
+        vocab_size=201088,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_layers=layers,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=64,
+        max_positions=131072,
+        positions=rope,
+        qkv_bias=True,
+        out_bias=True,
+        sliding_window=128,
+        full_layers=tuple(range(1, layers, 2)),
+        num_experts=experts,
+        experts_per_token=4,
+        swiglu_limit=7.0,
+    )
+
+
 def _opt(hidden: int, layers: int, heads: int) -> DecoderConfig:
     return family_config(
         "opt",
@@ -109,6 +185,52 @@ PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
             positions=Rope(theta=1000000.0),
             family="mistral",
         ),
+        "mistral-7b-v0.1": _llama(
+            4096, 14336, 32, 32, 8, max_positions=32768, sliding_window=4096, family="mistral"
+        ),
+        "gemma-2-9b": _gemma(
+            "gemma2",
+            *(256000, 3584, 14336, 42, 16, 8, 256),
+            max_positions=8192,
+            sliding_window=4096,
+            full_layers=tuple(range(1, 42, 2)),
+            attention_softcap=50.0,
+            logits_softcap=30.0,
+        ),
+        "gemma-3-1b": _gemma_3(1152, 6912, 26, 4, 1, window=512, max_positions=32768),
+        "gemma-3-12b": _gemma_3(3840, 15360, 48, 16, 8, window=1024, factor=8.0),
+        "gemma-3-27b": _gemma_3(
+            5376, 21504, 62, 32, 16, window=1024, factor=8.0, head_dim=128, query_scale=168**-0.5
+        ),
+        "mixtral-8x7b": _llama(
+            4096,
+            14336,
+            32,
+            32,
+            8,
+            max_positions=32768,
+            positions=Rope(theta=1000000.0),
+            num_experts=8,
+            experts_per_token=2,
+            family="mixtral",
+        ),
+        "qwen3-30b-a3b": _llama(
+            2048,
+            768,
+            48,
+            32,
+            4,
+            vocab_size=151936,
+            head_dim=128,
+            max_positions=40960,
+            positions=Rope(theta=1000000.0),
+            norm_eps=1e-6,
+            num_experts=128,
+            experts_per_token=8,
+            family="qwen3_moe",
+        ),
+        "gpt-oss-20b": _gpt_oss(layers=24, experts=32),
+        "gpt-oss-120b": _gpt_oss(layers=36, experts=128),
         "qwen2.5-7b": _qwen_2_5(3584, 18944, 28, 28, 4, eps=1e-6),
         "qwen2.5-14b": _qwen_2_5(5120, 13824, 48, 40, 8, eps=1e-5),
         "qwen2.5-32b": _qwen_2_5(5120, 27648, 64, 40, 8, eps=1e-5),
@@ -153,7 +275,7 @@ PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
             num_layers=30,
             num_heads=24,
             num_kv_heads=2,
-            max_positions=4096,  # the attention window
+            max_positions=16384,
             sliding_window=4096,
             positions=Rope(theta=999999.4420358813),
             activation="gelu_pytorch_tanh",
@@ -165,7 +287,7 @@ PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
             32,
             32,
             vocab_size=32064,
-            max_positions=2047,  # the attention window
+            max_positions=4096,
             sliding_window=2047,
             family="phi3",
         ),

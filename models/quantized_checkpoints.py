@@ -16,7 +16,7 @@ import numpy as np
 
 from models.quantized import WeightFormat
 
-METHODS = ("awq", "gptq", "compressed-tensors", "fp8")
+METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "mxfp4")
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 BITS = (4, 8)
 AWQ_SLOTS = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that holds each column
@@ -28,8 +28,14 @@ PART_DTYPES = {
     **dict.fromkeys((*SCALES, "weight_min"), ("F16", "BF16", "F32", "F64")),
     "weight": ("I8", "F8_E4M3"),
     "weight_shape": ("I32", "I64"),
+    "_blocks": ("U8",),
+    "_scales": ("U8",),
 }
-PARTS = frozenset(PART_DTYPES) - {"weight"}
+MXFP4_PARTS = ("_blocks", "_scales")  # the ends of names
+PARTS = frozenset(PART_DTYPES) - {"weight", *MXFP4_PARTS}
+MXFP4_GROUP = 32  # inputs that share an exponent
+# Twice the value of each code of E2M1, which are integers.
+E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 ACTIVATIONS = ("input_scale", "input_zero_point")  # activations are not quantized
 # Settings of compressed-tensors that change the computation.
 UNSUPPORTED_SETTINGS = ("sparsity_config", "transform_config", "kv_cache_scheme")
@@ -109,7 +115,7 @@ def read_quantization_config(settings: Mapping[str, Any] | None) -> Quantization
     if method == "fp8":
         block = settings.get("weight_block_size")
         return QuantizationConfig(method, block=tuple(block) if block else None)
-    if method == "gguf":  # the directory of a converted file
+    if method in ("gguf", "mxfp4"):  # gguf: the directory of a converted file
         return QuantizationConfig(method)
     if method == "compressed-tensors":
         return _compressed_tensors(settings)
@@ -155,13 +161,16 @@ def gather(stored: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[st
     Args:
       stored: anything, by the name of a tensor.
 
-    The parts are by the name of the matrix, which ends in ".weight", and the last part of their
-    name. Scales alone, as AutoAWQ stores for some activations, are other tensors.
+    The parts are by the name of the matrix, which ends in ".weight" except in MXFP4, and the last
+    part of their name. Scales alone, as AutoAWQ stores for some activations, are other tensors.
     """
     plain, matrices = dict(stored), dict[str, dict[str, Any]]()
     for name in stored:
         module, _, part = name.rpartition(".")
-        if part in PARTS:
+        if name.endswith(MXFP4_PARTS):
+            end = next(end for end in MXFP4_PARTS if name.endswith(end))
+            matrices.setdefault(name.removesuffix(end), {})[end] = plain.pop(name)
+        elif part in PARTS:
             matrices.setdefault(f"{module}.weight", {})[part] = plain.pop(name)
         elif part in ACTIVATIONS:
             del plain[name]
@@ -175,7 +184,9 @@ def gather(stored: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[st
 
 def missing_parts(parts: Mapping[str, Any]) -> list[str]:
     """Returns the last part of the names of tensors that a quantized matrix lacks."""
-    if "qweight" in parts:
+    if any(part in parts for part in MXFP4_PARTS):
+        needed = list(MXFP4_PARTS)
+    elif "qweight" in parts:
         needed = ["qzeros", "scales"]
     elif "weight_packed" in parts:
         needed = ["weight_scale"]
@@ -203,6 +214,8 @@ def matrix_format(
     """
     assert quantization is not None  # `gather` found parts
     inputs = shape[1]
+    if "_blocks" in parts:
+        return WeightFormat(8, MXFP4_GROUP)
     scale = next((parts[name].shape for name in SCALES if name in parts), ())
     groups = scale[quantization.method not in ("awq", "gptq")] if len(scale) == 2 else 1
     if quantization.group is not None:
@@ -326,6 +339,8 @@ def read_matrix(
             if quantization.method == "awq"
             else _read_gptq(parts, quantization, inputs)
         )
+    elif "_blocks" in parts:
+        matrix = _read_mxfp4(parts)
     elif "weight_packed" in parts:
         matrix = _read_packed(parts, shape)
     else:
@@ -357,6 +372,15 @@ def _check_order(name: str, groups: np.ndarray, size: int) -> None:
             f"{name} orders its inputs by activation (act-order), which is not supported: load a "
             "checkpoint with desc_act=false"
         )
+
+
+def _read_mxfp4(parts: Mapping[str, np.ndarray]) -> Matrix:
+    """Returns the matrix of all experts [X * O, I], whose groups have a power of two as scale."""
+    blocks, exponents = parts["_blocks"], parts["_scales"]  # [X, O, G, 16], [X, O, G]
+    groups = blocks.shape[-2]
+    values = np.stack([E2M1[blocks & 15], E2M1[blocks >> 4]], -1)
+    scales = np.ldexp(np.float32(0.5), exponents.astype(np.int32) - 127)
+    return Matrix(values.reshape(-1, groups * MXFP4_GROUP), scales.reshape(-1, groups), None, 8)
 
 
 def _unpack(words: np.ndarray, bits: int) -> np.ndarray:

@@ -4,6 +4,7 @@ from sharding import collectives, global_arrays, pipeline
 from sharding.axes import (
     BATCH,
     EMBED,
+    EXPERTS,
     HEAD_DIM,
     HEADS,
     KV_HEADS,
@@ -31,6 +32,7 @@ __all__ = [
     "BATCH",
     "DATA",
     "EMBED",
+    "EXPERTS",
     "HEADS",
     "HEAD_DIM",
     "KV_HEADS",

@@ -10,6 +10,7 @@ HEADS = "heads"  # query heads H
 KV_HEADS = "kv_heads"  # key/value heads K
 HEAD_DIM = "head_dim"  # head size D
 MLP = "mlp"  # hidden width F of the MLP
+EXPERTS = "experts"  # experts X of a mixture
 VOCAB = "vocab"  # vocabulary V
 STAGES = "stages"  # pipeline stages S, of parameters stacked by stage
 

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from sharding.axes import (
     BATCH,
     EMBED,
+    EXPERTS,
     HEAD_DIM,
     HEADS,
     KV_HEADS,
@@ -28,7 +29,7 @@ class Split:
     """How a model is divided over mesh axes; by default it is not.
 
     Attributes:
-      axes: mesh axes that divide heads, MLP and vocabulary.
+      axes: mesh axes that divide heads, MLP or experts, and vocabulary.
       kv_axes: the first of `axes`; they divide the KV heads. KV heads are replicated along the
         others, which divide the query heads of each KV head.
       shards: number of devices along `axes`.
@@ -68,6 +69,7 @@ class Split:
             HEADS: self.axes,
             KV_HEADS: self.kv_axes,
             MLP: self.axes,
+            EXPERTS: self.axes,
             VOCAB: self.axes,
             EMBED: (),
             HEAD_DIM: (),
@@ -91,23 +93,30 @@ def array_bytes(shape: tuple[int, ...], dtype: Any) -> int:
 
 
 def split_over(
-    mesh: AnyMesh, heads: int, kv_heads: int, mlp: int, vocab: int, shards: int | None = None
+    mesh: AnyMesh,
+    heads: int,
+    kv_heads: int,
+    mlp: int,
+    vocab: int,
+    shards: int | None = None,
+    mlp_name: str = "MLP units",
 ) -> Split:
     """Returns the division of a model of these sizes over the `model` axis of a factored mesh.
 
     Args:
       mesh: as `factored` returns it.
-      heads, kv_heads, mlp, vocab: H, K, F, V.
+      heads, kv_heads, mlp, vocab: H, K, F or the number of experts, V.
       shards: number of parts; None: the size of the axis.
+      mlp_name: what `mlp` counts, for the message.
 
     Raises:
       ValueError: a size does not divide; the message lists the valid numbers of parts.
     """
     count = math.prod(model_axes(mesh).values()) if shards is None else shards
     axes, sizes = first_axes(mesh, count), (heads, kv_heads, mlp, vocab)
-    problem = _indivisible(*sizes, count)
+    problem = _indivisible(*sizes, count, mlp_name)
     if problem:
-        valid = [n for n in range(1, max(heads, 1) + 1) if not _indivisible(*sizes, n)]
+        valid = [n for n in range(1, max(heads, 1) + 1) if not _indivisible(*sizes, n, mlp_name)]
         raise ValueError(
             f"model={count} does not divide the model: {problem}; use model="
             f"{', '.join(map(str, valid))}"
@@ -116,7 +125,9 @@ def split_over(
     return Split(axes, first_axes(mesh, kv_shards), count, kv_shards)
 
 
-def _indivisible(heads: int, kv_heads: int, mlp: int, vocab: int, count: int) -> str | None:
+def _indivisible(
+    heads: int, kv_heads: int, mlp: int, vocab: int, count: int, mlp_name: str
+) -> str | None:
     """Returns a description of the size that `count` does not divide, or None."""
     # Fewer KV heads than devices are replicated along the last of the axis's prime factors.
     products = np.cumprod([1, *prime_factors(count)])
@@ -125,7 +136,7 @@ def _indivisible(heads: int, kv_heads: int, mlp: int, vocab: int, count: int) ->
             f"its {kv_heads} KV heads are not a multiple of {count}; to replicate them, there must "
             f"be {', '.join(map(str, products[:-1]))}"
         )
-    for name, size in (("query heads", heads), ("MLP units", mlp), ("tokens", vocab)):
+    for name, size in (("query heads", heads), (mlp_name, mlp), ("tokens", vocab)):
         if size % count:
             return f"its {size} {name} are not a multiple of {count}"
     return None

@@ -48,6 +48,16 @@ MUTATIONS = {
         "reach = ((parents[..., None] == nodes) | (nodes[:, None] == nodes)).astype(xp.float32)",
         "reach = (parents[..., None] >= nodes).astype(xp.float32) + (nodes[:, None] == nodes)",
     ),
+    "windows of one more position": (
+        "magicjax/kv_cache/attend.py",
+        'options["seen_from"] = attend.slice(attend.positions) - (window - 1)',
+        'options["seen_from"] = attend.slice(attend.positions) - window',
+    ),
+    "rings that wrap one slot later": (
+        "magicjax/kv_cache/full_cache.py",
+        "index = jnp.where(live, (start[:, None] + steps) % size, size)",
+        "index = jnp.where(live, (start[:, None] + steps) % (size + 1), size)",
+    ),
     "positions of a tree count its nodes": (
         "magicjax/decoding/loop.py",
         "positions = state.cache.lengths[:, None] + token_tree.depths(proposal.parents)",

@@ -245,8 +245,9 @@ def _times(
 def _step_bytes(target: Any, cell: Cell) -> float:
     """Returns the bytes that all devices read in an average step of plain decoding."""
     sizes = model_sizes(target, None)
-    weights = sizes.weight_bytes
-    entries = cell.batch * (cell.context + (cell.new_tokens - 1) / 2) * sizes.kv_bytes
+    weights = sizes.read_bytes(cell.batch)
+    slots = sizes.slots_per_layer(cell.context + (cell.new_tokens - 1) / 2)
+    entries = cell.batch * slots * sizes.kv_bytes
     if not cell.devices:
         return weights + entries
     split = placement.split_of(target.config, None, factored(cell.devices))

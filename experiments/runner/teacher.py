@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 import models
 from magicjax.kv_cache import full_cache
 from magicjax.kv_cache.attend import AttendTo
+from pallas_kernels.scores import capped
 
 CHUNK = 256
 
@@ -40,13 +41,35 @@ def _map_chunks(function: Callable, *arrays: Array) -> Any:
     return jax.tree.map(join, results)
 
 
-def windowed_attend(sinks: int, window: int | None):
-    """Returns an `attend`: position t sees s <= t if s is a sink or at most `window` before t.
+def attend_of(model: Any, sinks: int = 0, window: int | None = None):
+    """Returns `windowed_attend` for each layer of a model, within the layer's own window.
 
-    This is the view of a draft cache with `sinks` pinned slots and a ring of `window` tokens, plus
+    Layers with a sliding window have no sinks: they see the newest tokens of a draft cache.
+    """
+
+    def attend(layer: int, q: Array, k: Array, v: Array, **options: Any):
+        own = model.windows[layer]
+        view = sinks, window
+        if own is not None:
+            view = 0, own - 1 if window is None else min(own - 1, window)
+        return windowed_attend(*view, **options)(layer, q, k, v)
+
+    return attend
+
+
+def windowed_attend(
+    pins: int,
+    window: int | None,
+    softcap: float | None = None,
+    sinks: Float[Array, "H"] | None = None,
+):
+    """Returns an `attend`: position t sees s <= t if s < pins or s is at most `window` before t.
+
+    This is the view of a draft cache with `pins` pinned slots and a ring of `window` tokens, plus
     the current token. Here the keys and values themselves are computed with that view, whereas the
     decoding loop uses the target's verified ones, so the real draft agrees slightly more often.
-    Without a window the mask is causal.
+    Without a window the mask is causal. `softcap` and `sinks` are those of the model
+    (`models.DecoderConfig`).
     """
 
     def attend(layer: int, q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], v: Array):
@@ -54,13 +77,13 @@ def windowed_attend(sinks: int, window: int | None):
         batch, length, kv_heads, _ = k.shape
         chunk = min(CHUNK, length)
         span = length if window is None else min(length, window + chunk)
-        pinned = 0 if window is None else min(sinks, length)
+        pinned = 0 if window is None else min(pins, length)
         grouped = q.reshape(batch, length, kv_heads, -1, q.shape[-1])
         indices = jnp.broadcast_to(jnp.arange(length), (batch, length))
 
         def attend_chunk(queries, indices):
             start = indices[0, 0]
-            first = jnp.clip(start - (window or 0), 0, length - span) if window else 0
+            first = 0 if window is None else jnp.clip(start - window, 0, length - span)
             keys, values = (
                 jnp.concatenate([x[:, :pinned], jax.lax.dynamic_slice_in_dim(x, first, span, 1)], 1)
                 for x in (k, v)
@@ -76,8 +99,12 @@ def windowed_attend(sinks: int, window: int | None):
                 "btkgd,bskd->bkgts", queries, keys, preferred_element_type=jnp.float32
             )
             # Finite, because the padding queries of the last chunk may see no position.
-            scores = jnp.where(visible, scores * q.shape[-1] ** -0.5, -1e30)
-            weights = jax.nn.softmax(scores).astype(v.dtype)
+            scores = jnp.where(visible, capped(scores * q.shape[-1] ** -0.5, softcap), -1e30)
+            if sinks is not None:
+                own = sinks.astype(scores.dtype).reshape(kv_heads, -1, 1, 1)
+                own = jnp.broadcast_to(own, (*scores.shape[:-1], 1))
+                scores = jnp.concatenate([scores, own], -1)
+            weights = jax.nn.softmax(scores)[..., : len(position)].astype(v.dtype)
             return jnp.einsum("bkgts,bskd->btkgd", weights, values)
 
         return _map_chunks(attend_chunk, grouped, indices).reshape(q.shape), None
@@ -88,7 +115,7 @@ def windowed_attend(sinks: int, window: int | None):
 @functools.partial(jax.jit, static_argnames=("sinks", "window"))
 def _hidden(model, tokens, sinks=0, window=None):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return model(tokens, positions, windowed_attend(sinks, window))[0]
+    return model(tokens, positions, attend_of(model, sinks, window))[0]
 
 
 @jax.jit
@@ -139,8 +166,9 @@ def _read_chunk(model, cache, tokens, *, in_float32):
     """Returns the hidden states of the next tokens of a text, and the cache with them."""
     model, size = _float32(model) if in_float32 else model, tokens.shape[1]
     steps = jnp.arange(size)
-    attend = AttendTo(cache, steps <= steps[:, None], None)
-    hidden, scored, _ = model(tokens, cache.lengths[:, None] + steps, attend)
+    positions = cache.lengths[:, None] + steps
+    attend = AttendTo(cache, steps <= steps[:, None], None, positions=positions)
+    hidden, scored, _ = model(tokens, positions, attend)
     new = tuple(pair for pair, _ in scored)
     committed = jnp.full(1, size, jnp.int32) + full_cache.zero_after(hidden[0, -1].argmax())
     return hidden, full_cache.append(cache, new, steps[None], committed)

@@ -86,7 +86,16 @@ def causal_attend(layer: int, q: Float[Array, "B T H D"], k: Float[Array, "B T K
 
 
 def logits_of(model: nn.Module, params, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
-    """Returns the model's logits at every position of `tokens`."""
+    """Returns the model's logits at every position of `tokens`.
+
+    Raises ValueError for models that `causal_attend` does not support.
+    """
+    config = model.config
+    if any(config.windows) or config.attention_softcap is not None or config.attention_sinks:
+        raise ValueError(
+            f"a model of the family {config.family!r} with sliding windows, capped scores or "
+            "attention sinks cannot be trained: use another family"
+        )
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     hidden, _, _ = model.apply(params, tokens, positions, causal_attend)
     return model.apply(params, hidden, method="unembed")

@@ -193,7 +193,8 @@ def _parts(
     def row(part: str, seconds: float, slots: int | None = None, **columns: Any) -> dict[str, Any]:
         found = {"part": part} | columns | {"ms": 1e3 * seconds}
         if slots is not None:
-            floor = (sizes.weight_bytes + batch * slots * sizes.kv_bytes) / bandwidth
+            entries = batch * sizes.slots_per_layer(slots) * sizes.kv_bytes
+            floor = (sizes.read_bytes(batch) + entries) / bandwidth
             found |= {"floor ms": 1e3 * floor, "floor / time": floor / seconds}
         return found | {"time / T_target": seconds / plain}
 

@@ -218,7 +218,9 @@ def step(
         positions = state.cache.lengths[:, None] + token_tree.depths(proposal.parents)
         mask = jnp.asarray(token_tree.ancestor_mask(proposal.parents))
         spec = StatsSpec() if drafter is None else drafter.stats_spec()
-        attend = AttendTo(state.cache, mask, settings.backend, spec.rounds)
+        positions = jnp.broadcast_to(positions, proposal.tokens.shape)
+        to = state.cache, mask, settings.backend, spec.rounds
+        attend = AttendTo(*to, positions=positions)
         hidden, aux, inputs = target(proposal.tokens, positions, attend, spec.layer_inputs)
         kv, queries = zip(*aux, strict=True)
         logits = target.unembed(hidden)

@@ -16,8 +16,7 @@ from jax.sharding import Mesh
 
 from magicjax import placement
 from magicjax.decoding.request import Request
-from magicjax.kv_cache.full_cache import CAPACITY_MULTIPLE
-from magicjax.model import Model
+from magicjax.model import CAPACITY_MULTIPLE, Model
 from magicjax.parallel import offloading
 from sharding import STAGE, AnyMesh, array_bytes, part_bytes
 

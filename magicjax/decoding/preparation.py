@@ -20,8 +20,7 @@ from magicjax.decoding.request import Request, RequestOptions
 from magicjax.drafters import Drafter
 from magicjax.drafters.spec import resolve
 from magicjax.grammars.arena import rows_of
-from magicjax.kv_cache.full_cache import CAPACITY_MULTIPLE
-from magicjax.model import Model
+from magicjax.model import CAPACITY_MULTIPLE, Model
 from magicjax.parallel import pipeline_stages
 from magicjax.sampling_params import SamplingParams
 from magicjax.settings import Settings

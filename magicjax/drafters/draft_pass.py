@@ -200,7 +200,8 @@ def run_root(context: DraftContext, kv: KV, nodes: int) -> tuple[Array, KV]:
     backlog, position = context.backlog, context.root_position[:, None]
     if backlog is None:
         mask = (jnp.arange(nodes) == 0)[None]
-        attend = AttendLevel(context.cache, kv, jnp.zeros(1, jnp.int32), mask, context.backend)
+        node = jnp.zeros(1, jnp.int32)
+        attend = AttendLevel(context.cache, kv, node, mask, context.backend, positions=position)
         return context.run(context.root[:, None], position, attend, context.feature)
     batch, size = backlog.tokens.shape
     steps = jnp.arange(size)
@@ -211,6 +212,6 @@ def run_root(context: DraftContext, kv: KV, nodes: int) -> tuple[Array, KV]:
     offsets = jnp.concatenate([steps - backlog.count[:, None], jnp.zeros((batch, 1), jnp.int32)], 1)
     positions = jnp.clip(position + offsets, 0, position)  # padding too stays a valid position
     entries = jnp.concatenate([nodes + steps, jnp.zeros(1, jnp.int32)])
-    attend = AttendLevel(context.cache, kv, entries, mask, context.backend)
+    attend = AttendLevel(context.cache, kv, entries, mask, context.backend, positions=positions)
     hidden, kv = context.run(tokens, positions, attend, None)
     return hidden[:, -1:], kv

@@ -69,9 +69,10 @@ def draft_dynamic_tree(context: DraftContext, tree: DynamicTree) -> tuple[Propos
         mask = jnp.take_along_axis(sees, parent[..., None], 1) | itself[entry]
         sees = sees.at[:, entry].set(mask)
         mask = see_backlog(context.backlog, mask)
-        attend = AttendLevel(context.cache, drafted, entry, mask, context.backend)
         tokens = jnp.take_along_axis(candidates.tokens, chosen, 1)
         positions = jnp.broadcast_to(context.root_position[:, None] + depth, tokens.shape)
+        to = context.cache, drafted, entry, mask, context.backend
+        attend = AttendLevel(*to, positions=positions)
         rows = jnp.arange(batch)[:, None]
         features = None if outputs is None else outputs[rows, parent]
         hidden, drafted = context.run(tokens, positions, attend, features)

@@ -242,7 +242,7 @@ class Eagle(Drafter):
             return cache
         shape = *cache.k[0].shape[:2], self.sinks
         pinned = jnp.broadcast_to(jnp.arange(self.sinks, dtype=jnp.int32), shape)
-        seen = sparse_cache.gather(cache, (pinned,), self.budget - self.sinks)
+        seen = sparse_cache.gather(cache, (pinned,), (self.budget - self.sinks,))
         shift = jnp.maximum(cache.lengths - self.budget, 0)
         rope: Any = self.config.rope
         inverse, _ = frequencies(rope, self.config.head_dim)
@@ -278,8 +278,7 @@ class Eagle(Drafter):
         return EagleState(cache, _at(features, committed))
 
     def rewind(self, before: EagleState, after: EagleState) -> EagleState:
-        cache = dataclasses.replace(before.cache, k=after.cache.k, v=after.cache.v)
-        return dataclasses.replace(before, cache=cache)
+        return dataclasses.replace(before, cache=full_cache.restore(before.cache, after.cache))
 
     def synthetic_state(self, state: EagleState, lengths: Int[Array, "B"]) -> EagleState:
         cache = dataclasses.replace(state.cache, lengths=jnp.array(lengths) - 1)

@@ -113,7 +113,8 @@ def agreement(head: Model, target: Model, tokens: jax.Array) -> jax.Array:
     mask = jnp.tril(jnp.ones((length - 1, length - 1), bool))
 
     def attend(layer, q, k, v):
-        return AttendTo(full_cache.empty(head, 1, 64), mask, None)(layer, q, k, v)
+        cache = full_cache.empty(head, 1, 64)
+        return AttendTo(cache, mask, None, positions=positions)(layer, q, k, v)
 
     arguments = x, feature, positions, attend
     hidden, _ = head.module.apply(head.params, *arguments, method="decode")

@@ -71,7 +71,7 @@ def of_model(target: Model, layers: Layers) -> Model:
     """Returns the model of these layers of the target, with its embeddings and final norm."""
     if layers is None:
         return target
-    config = dataclasses.replace(target.config, num_layers=len(layers))
+    config = models.of_layers(target.config, layers)
     params = target.params
     if params is not None:
         others, blocks = models.split_blocks(params)
@@ -82,7 +82,8 @@ def of_model(target: Model, layers: Layers) -> Model:
 
 def of_cache(cache: KVCache, layers: Layers) -> KVCache:
     """Returns the target's cache with these layers only."""
-    return dataclasses.replace(cache, k=_select(cache.k, layers), v=_select(cache.v, layers))
+    parts = {name: _select(getattr(cache, name), layers) for name in ("k", "v", "windows")}
+    return dataclasses.replace(cache, **parts)
 
 
 def of_stats(stats: ModelStats, layers: Layers) -> ModelStats:

@@ -18,7 +18,7 @@ from magicjax.drafters.sparse import (
 )
 from magicjax.drafters.target_drafter import LAYERS_HELP, WEIGHTS_HELP, TargetDrafter
 from magicjax.kv_cache.attend import ChoosePages
-from magicjax.kv_cache.full_cache import CAPACITY_MULTIPLE, KVCache
+from magicjax.kv_cache.full_cache import KVCache
 from magicjax.kv_cache.pages import (
     PageBounds,
     PagedCache,
@@ -27,7 +27,7 @@ from magicjax.kv_cache.pages import (
     in_order,
     update_bounds,
 )
-from magicjax.model import Model
+from magicjax.model import CAPACITY_MULTIPLE, Model
 from magicjax.options import option
 from magicjax.settings import Settings
 from magicjax.trees.proposal import DrawMethod
@@ -66,7 +66,8 @@ class PageRetrieval(TargetDrafter):
 
     Source: Quest (arXiv 2406.10774), which chooses for every token, reads no other pages, and keeps
     the first two layers dense. Here the root's choice serves the whole round, as in TriForce (arXiv
-    2404.11912), and every layer has the same budget.
+    2404.11912), and every layer has the same budget. Layers with a sliding window are read as they
+    are.
 
     Attributes:
       budget: slots that a draft step reads for each layer and KV head, rounded down to pages.
@@ -127,6 +128,11 @@ class PageRetrieval(TargetDrafter):
         """Raises ValueError if no page can be chosen, or the target cannot draft `tree`."""
         super().check(target, tree, depth, context)
         check_context(target, self.budget)
+        if all(self.part_of(target).windows):
+            raise ValueError(
+                "every layer of the target that drafts has a sliding window, and such layers are "
+                "read as they are: use self:streaming, or another drafter"
+            )
         if self.chosen_pages < 1:
             size, newest = self.page_size, self.newest_pages
             raise ValueError(
@@ -137,14 +143,17 @@ class PageRetrieval(TargetDrafter):
 
     def cache_bytes(self, target: Model, batch: int, capacity: int) -> int:
         """Returns the bytes of the bounds, two vectors for each page and KV head."""
-        return self.part_of(target).kv_bytes(batch, capacity // self.page_size)
+        part = self.part_of(target)
+        pages = part.windows.count(None) * (capacity // self.page_size)
+        return batch * pages * part.slot_bytes
 
     def prefill(
         self, target, tokens, cache: KVCache, stats, settings, previous=None
     ) -> PageRetrievalState:
         cache = layer_skipping.of_cache(cache, self.layer_indices)
         bounds = bounds_of(cache, self.page_size)
-        others = bounds.low[0].shape[2] - 1 - self.newest_pages  # pages that the cache has
+        pages_of_cache = max(low.shape[2] for low in bounds.low)
+        others = pages_of_cache - 1 - self.newest_pages
         pages = in_order(cache, min(self.chosen_pages, max(1, others)))
         return PageRetrievalState(bounds, pages, jnp.zeros_like(cache.lengths))
 
@@ -186,8 +195,9 @@ def _choose_pages(context: DraftContext) -> tuple[DraftContext, Pages]:
     """Returns the context after a pass of the root, and the pages that its queries chose."""
     paged = context.cache
     assert isinstance(paged, PagedCache)
-    attend = ChoosePages(paged, context.backend)
-    hidden, aux, _ = context.model(context.root[:, None], context.root_position[:, None], attend)
+    position = context.root_position[:, None]
+    attend = ChoosePages(paged, context.backend, positions=position)
+    hidden, aux, _ = context.model(context.root[:, None], position, attend)
     kv, pages = zip(*aux, strict=True)
     cache = dataclasses.replace(paged, chosen=pages)
     return dataclasses.replace(context, cache=cache, root_pass=RootPass(hidden, kv)), pages

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ from magicjax.drafters.sparse import (
 from magicjax.drafters.target_drafter import LAYERS_HELP, WEIGHTS_HELP, TargetDrafter
 from magicjax.kv_cache.model_stats import ModelStats, RecentQueries, update_from_path
 from magicjax.kv_cache.sparse_cache import DraftCache, append_ring, repin
-from magicjax.model import Model
+from magicjax.model import Model, softcap_of
 from magicjax.options import option
 from magicjax.policies import Policy, StreamingLLM
 from magicjax.settings import Settings, StatsSpec
@@ -187,8 +188,11 @@ class SelfSpeculation(TargetDrafter):
             assert stats.queries is not None
             first = jnp.where(due, state.counted, jnp.iinfo(jnp.int32).max)
             layers = zip(stats.total, stats.queries, full.k, strict=True)
+            options = dict(softcap=softcap_of(target.config), backend=backend)
             total = tuple(
-                old + target.sum_over_replicas(_mass_since(q, k, first, backend))
+                old
+                if old is None
+                else old + target.sum_over_replicas(_mass_since(q, k, first, **options))
                 for old, q, k in layers
             )
             stats = dataclasses.replace(stats, total=total)
@@ -211,8 +215,8 @@ def _mass_since(
     queries: RecentQueries,
     keys: Float[Array, "B K S D"],
     first: Int[Array, "B"],
-    backend: str | None,
+    **options: Any,
 ) -> Float[Array, "B K S"]:
     """Returns the attention of the window's queries at position `first` and later."""
     seen = jnp.where(queries.seen > first[:, None], queries.seen, 0)
-    return prefix_mass(queries.q, keys, seen, queries.lse, backend=backend)
+    return prefix_mass(queries.q, keys, seen, queries.lse, **options)

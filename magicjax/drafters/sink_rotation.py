@@ -63,9 +63,8 @@ def prefill_sliding_window(
     shape = batch, model.local_kv_heads, sinks + ring, config.head_dim
     k, v = (tuple(jnp.zeros(shape, model.dtype) for _ in range(config.num_layers)) for _ in "kv")
     in_order = jnp.broadcast_to(jnp.arange(sinks, dtype=jnp.int32), (*shape[:2], sinks))
-    cache = DraftCache(
-        k, v, (in_order,) * config.num_layers, jnp.zeros(batch, jnp.int32), split=model.split
-    )
+    pinned, count = (in_order,) * config.num_layers, jnp.zeros(batch, jnp.int32)
+    cache = DraftCache(k, v, pinned, count, model.windows, split=model.split)
     unrotated = tuple(x[:, :, :sinks] for x in k)
     triangle = jnp.tril(jnp.ones((chunk, chunk), bool))
     path = jnp.broadcast_to(jnp.arange(chunk), (batch, chunk))
@@ -75,7 +74,8 @@ def prefill_sliding_window(
         start = i * chunk
         part = jax.lax.dynamic_slice(tokens, (0, start), (batch, chunk))
         positions = jnp.broadcast_to(start + jnp.arange(chunk), part.shape)
-        hidden, aux, _ = model(part, positions, AttendTo(cache, triangle, settings.backend))
+        attend = AttendTo(cache, triangle, settings.backend, positions=positions)
+        hidden, aux, _ = model(part, positions, attend)
         kv = tuple(pair for pair, _ in aux)
         witness = hidden[0, 0].argmax(-1).astype(jnp.int32)  # an int64 in 64-bit mode
         count = jnp.clip(lengths - start, 0, chunk) + full_cache.zero_after(witness)

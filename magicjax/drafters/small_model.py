@@ -195,6 +195,11 @@ class SmallModel(Drafter):
                 f"this one are learned or ALiBi: use sink_positions='text' and at most {limit} "
                 "tokens"
             )
+        if any(self.model.windows):
+            raise ValueError(
+                "sink_positions='in_cache' does not support a drafter with sliding windows: use "
+                f"sink_positions='text' and at most {limit} tokens"
+            )
         round_size = 2 * depth + 1
         needed, largest = self.sparse.budget + round_size, limit - round_size
         if needed > limit:
@@ -311,7 +316,7 @@ class SmallModel(Drafter):
         old, new = before.cache, after.cache
         if not isinstance(old, KVCache) or not isinstance(new, KVCache):
             return before  # commits overwrite live entries of a ring, so it is copied
-        return dataclasses.replace(before, cache=dataclasses.replace(old, k=new.k, v=new.v))
+        return dataclasses.replace(before, cache=full_cache.restore(old, new))
 
     def synthetic_state(self, state: SmallModelState, lengths: Int[Array, "B"]) -> SmallModelState:
         cache, count = state.cache, jnp.array(lengths)

@@ -3,11 +3,13 @@
 import dataclasses
 from typing import Literal
 
+import jax.numpy as jnp
+
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.kv_cache.model_stats import ModelStats, newest
-from magicjax.kv_cache.sparse_cache import DraftCache, Pins, gather
+from magicjax.kv_cache.sparse_cache import DraftCache, Pins, gather, window_slots
 from magicjax.model import Model
-from magicjax.policies import Evidence, Policy, choose, get_policy
+from magicjax.policies import Evidence, Policy, StreamingLLM, choose, get_policy
 from magicjax.settings import StatsSpec
 
 KVDtype = Literal["int8", "int4"]
@@ -65,6 +67,7 @@ class SparseSettings:
     Attributes:
       policy: chooses the pinned entries.
       budget: C, slots for each layer and KV head; the mean over layers if the policy varies it.
+        Layers with a sliding window have only a ring, of `window_slots`.
       kv_dtype: of the entries: int8 or int4, with a scale for each token and head; None: the
         model's dtype.
     """
@@ -104,13 +107,37 @@ class SparseSettings:
                 f"budget={self.budget} leaves no pinned slots besides a ring of {self.ring}: use a "
                 "larger budget, or a smaller `recent`"
             )
-        layers = model.config.num_layers
+        layers = model.windows.count(None)
+        if not layers:
+            self._check_windows(model, needed, because)
+            return
         pinned, total = self.policy.pinned(self.budget, layers), layers * self.num_pinned
         if len(pinned) != layers or min(pinned) < 0 or sum(pinned) != total:
             raise ValueError(
                 f"{type(self.policy).__name__}.pinned({self.budget}, {layers}) returned {pinned}: "
                 f"it must return {layers} numbers, none below 0, with the sum {total}"
             )
+
+    def _check_windows(self, model: Model, needed: int, because: str) -> None:
+        """Raises ValueError unless the policy suits a model whose layers all have windows."""
+        if not isinstance(self.policy, StreamingLLM):
+            raise ValueError(
+                f"policy={self.policy!r}: every layer of the model has a sliding window, and a "
+                "sparse cache keeps the newest entries of such layers; use policy='streaming'"
+            )
+
+    def slots(self, model: Model) -> tuple[int, ...]:
+        """Returns C of each layer, the slots of the cache."""
+        pinned = self._pinned(model)
+        return tuple(
+            self.ring + count if window is None else window_slots(window, self.budget)
+            for count, window in zip(pinned, model.windows, strict=True)
+        )
+
+    def _pinned(self, model: Model) -> tuple[int, ...]:
+        """Returns P of each layer: none in those with a sliding window."""
+        counts = iter(self.policy.pinned(self.budget, model.windows.count(None)))
+        return tuple(0 if window else next(counts) for window in model.windows)
 
     def stats_spec(self, refreshes: bool = False) -> StatsSpec:
         """Returns the attention statistics that the policy needs."""
@@ -130,9 +157,11 @@ class SparseSettings:
     ) -> Pins:
         """Returns the positions that the policy pins in each layer, given selected statistics."""
         candidates = (full.lengths - self.ring).clip(0)
-        counts = self.policy.pinned(self.budget, len(full.k))
-        pins = []
+        counts, pins = self._pinned(model), []
         for layer, (k, v, count) in enumerate(zip(full.k, full.v, counts, strict=True)):
+            if full.windows[layer] is not None:
+                pins.append(jnp.zeros((*k.shape[:2], 0), jnp.int32))
+                continue
             evidence = Evidence(
                 keys=k,
                 values=v,
@@ -152,7 +181,8 @@ class SparseSettings:
     ) -> DraftCache:
         """Returns the draft cache of the tokens in `full`."""
         pins = self.choose_pins(model, full, stats, backend)
-        return gather(full, pins, self.ring, KV_DTYPES[self.kv_dtype])
+        rings = [n - p.shape[2] for n, p in zip(self.slots(model), pins, strict=True)]
+        return gather(full, pins, rings, KV_DTYPES[self.kv_dtype])
 
     def _check_alibi(self) -> None:
         """Raises ValueError if the cache cannot have keys with positions."""
@@ -170,10 +200,11 @@ class SparseSettings:
     def num_bytes(self, model: Model, batch: int) -> int:
         """Returns the bytes of keys and values of the draft cache, scales included."""
         config, bits = model.config, KV_DTYPES[self.kv_dtype]
+        slots = batch * sum(self.slots(model))
         if bits is None:
-            return model.kv_bytes(batch, self.budget)
+            return slots * model.slot_bytes
         entry_bytes = config.kv_head_dim * bits // 8 + 4  # and a float32 scale
-        return 2 * batch * config.num_layers * config.num_kv_heads * self.budget * entry_bytes
+        return 2 * slots * config.num_kv_heads * entry_bytes
 
 
 def check_context(model: Model, budget: int) -> None:

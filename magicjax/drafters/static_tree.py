@@ -71,9 +71,10 @@ def draft_static_tree(context: DraftContext, tree: TokenTree) -> tuple[Proposal,
         nodes, drafted, outputs = carry
         mask = see_backlog(context.backlog, sees[level])
         entries = jnp.where(level < n, level, size)  # padding is dropped
-        attend = AttendLevel(context.cache, drafted, entries, mask, context.backend)
         tokens = jnp.take(nodes.tokens, level, axis=1, mode="clip")
         positions = context.root_position[:, None] + node_depths[level]
+        to = context.cache, drafted, entries, mask, context.backend
+        attend = AttendLevel(*to, positions=positions)
         features = outputs[:, parent_of[level]] if is_head else None
         hidden, drafted = context.run(tokens, positions, attend, features)
         if is_head:

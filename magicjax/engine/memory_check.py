@@ -6,7 +6,7 @@ import dataclasses
 from magicjax.decoding import memory
 from magicjax.decoding.request import Request
 from magicjax.engine.config import EngineConfig
-from magicjax.kv_cache.full_cache import CAPACITY_MULTIPLE
+from magicjax.model import CAPACITY_MULTIPLE
 
 MAX_DEFAULT_PREFIXES = 4
 

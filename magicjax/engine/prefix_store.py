@@ -18,6 +18,7 @@ from magicjax.engine.memory_check import num_prefixes
 from magicjax.engine.scheduler import common_prefix
 from magicjax.engine.templates import Templates
 from magicjax.kv_cache.full_cache import KVCache
+from magicjax.model import RING_SPARE
 from magicjax.parallel import offloading
 from sharding import global_arrays
 
@@ -44,6 +45,12 @@ class Prefix:
         return self.cache, self.drafter_state
 
     @property
+    def has_rings(self) -> bool:
+        """Whether some layer of a model has a sliding window."""
+        caches = jax.tree.leaves(self.row, is_leaf=lambda x: isinstance(x, KVCache))
+        return any(isinstance(x, KVCache) and any(x.windows) for x in caches)
+
+    @property
     def num_bytes(self) -> int:
         """The bytes of all arrays."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self.row))
@@ -60,6 +67,8 @@ class PrefixStore:
       max_entries: on the device; 0: nothing is stored.
       max_host_bytes: 0: nothing is stored in host memory.
       min_shared: common tokens; prefixes that share fewer are not reused.
+      recomputed: of the common tokens, those that are computed again. A model with sliding windows
+        can go on from the last `RING_SPARE` tokens of a text only.
       lookups, hits: prompts that were looked up, and those that shared enough tokens.
       host_hits: the hits of prefixes that were in host memory.
       reused_tokens: of all hits.
@@ -72,6 +81,7 @@ class PrefixStore:
         min_shared: int,
         max_host_bytes: int = 0,
         row_shapes: Any = None,
+        recomputed: int = 1,
     ):
         """Starts an empty store.
 
@@ -81,7 +91,9 @@ class PrefixStore:
             stored.
           max_host_bytes: of all entries in host memory.
           row_shapes: shapes and shardings of the arrays on the device, if max_host_bytes is not 0.
+          recomputed: of the common tokens, the most that are computed again.
         """
+        self.recomputed = recomputed
         self.entry_bytes, self.max_entries = entry_bytes, max_bytes // entry_bytes
         self.max_host_bytes, self._row_shapes = max_host_bytes, row_shapes
         self.min_shared = min_shared
@@ -126,7 +138,9 @@ class PrefixStore:
         """Returns the entry that shares the most tokens, of several the most recently used."""
         best, common = None, self.min_shared - 1
         for entry in reversed(self._entries):
-            if (count := common_prefix(entry.tokens, tokens)) > common:
+            count = common_prefix(entry.tokens, tokens)
+            dropped = len(entry.tokens) - count + self.recomputed
+            if count > common and (dropped <= RING_SPARE or not entry.has_rings):
                 best, common = entry, count
         return (None, 0) if best is None else (best, common)
 
@@ -217,16 +231,16 @@ def make_store(templates: Templates) -> PrefixStore:
       OutOfMemoryError: more bytes than host memory has.
     """
     config, entry_bytes = templates.config, sum(templates.row.kv_bytes)
-    entries = num_prefixes(templates.row, config)
+    entries, rule = num_prefixes(templates.row, config), templates.prefill_rule
+    recomputed = max(1, rule.window, rule.overlap)
     # A shorter prefix saves no step of prefill.
     min_shared = templates.row.settings.chunk
     if not config.host_prefix_bytes:
-        return PrefixStore(entries * entry_bytes, entry_bytes, min_shared)
+        return PrefixStore(entries * entry_bytes, entry_bytes, min_shared, recomputed=recomputed)
     shapes = _with_shardings(templates)
     _check_host_bytes(config.host_prefix_bytes, shapes)
-    return PrefixStore(
-        entries * entry_bytes, entry_bytes, min_shared, config.host_prefix_bytes, shapes
-    )
+    sizes = entries * entry_bytes, entry_bytes, min_shared, config.host_prefix_bytes
+    return PrefixStore(*sizes, shapes, recomputed)
 
 
 def _with_shardings(templates: Templates) -> Any:

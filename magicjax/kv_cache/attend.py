@@ -5,7 +5,7 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.kv_cache.pages import PagedCache
@@ -20,10 +20,12 @@ class _Rows:
     """The rows of a micro-batch; the batch's caches are read in place.
 
     Attributes:
+      positions: int32 [B, T], of the tokens of all rows.
       first_row: None: all rows of the batch.
       num_rows: how many, from `first_row` on.
     """
 
+    positions: Int[Array, "B T"]
     first_row: Int[Array, ""] | None = None
     num_rows: int = 0
 
@@ -58,8 +60,14 @@ class AttendTo(_Rows):
     backend: str | None
     keep_queries: bool = False
 
-    def __call__(self, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-        out, lse = _attention(self, layer, q, k, v, return_lse=True)
+    def __call__(
+        self, layer: int, q: Array, k: Array, v: Array, **options: Any
+    ) -> tuple[Array, Any]:
+        mask, window = self.mask, self.cache.windows[layer]
+        if window is not None and window < q.shape[1]:
+            distance = self.positions[:, :, None] - self.positions[:, None]
+            mask = mask & (distance < window)
+        out, lse = _attention(self, layer, mask, q, k, v, **options)
         return out, ((k, v), (q, lse) if self.keep_queries else None)
 
 
@@ -67,7 +75,8 @@ class AttendTo(_Rows):
 class AttendLevel(_Rows):
     """An `attend` for one level of a tree during drafting.
 
-    It keeps `drafted` with the level's entries filled in.
+    It keeps `drafted` with the level's entries filled in. Layers with a sliding window see all
+    nodes that the mask allows, even those of a tree that is deeper than the window.
 
     Attributes:
       cache: the committed prefix.
@@ -83,11 +92,14 @@ class AttendLevel(_Rows):
     mask: Bool[Array, "*B T N"]
     backend: str | None
 
-    def __call__(self, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+    def __call__(
+        self, layer: int, q: Array, k: Array, v: Array, **options: Any
+    ) -> tuple[Array, Any]:
         k_all, v_all = jax.tree.map(self.slice, self.drafted[layer])
         k_all = k_all.at[:, self.nodes].set(k.astype(k_all.dtype), mode="drop")
         v_all = v_all.at[:, self.nodes].set(v.astype(v_all.dtype), mode="drop")
-        return _attention(self, layer, q, k_all, v_all), (k_all, v_all)
+        out, _ = _attention(self, layer, self.mask, q, k_all, v_all, **options)
+        return out, (k_all, v_all)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -105,27 +117,64 @@ class ChoosePages(_Rows):
     cache: PagedCache
     backend: str | None
 
-    def __call__(self, layer: int, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-        previous = self.slice(self.cache.chosen[layer])
-        pages = self.cache.choose(layer, q[:, -1], previous, self.slice)
-        prefix = self.cache.gather(layer, pages, self.slice, self.first_row)
+    def __call__(
+        self, layer: int, q: Array, k: Array, v: Array, **options: Any
+    ) -> tuple[Array, Any]:
+        pages = self.slice(self.cache.chosen[layer])
+        if self.cache.windows[layer] is None:
+            pages = self.cache.choose(layer, q[:, -1], pages, self.slice)
         mask = jnp.ones((1, 1), bool)
-        out: Any = tree_attention(q, *prefix, k, v, mask, backend=self.backend)
+        out, _ = _attention(self, layer, mask, q, k, v, pages=pages, **options)
         return out, ((k, v), pages)
 
 
-def _attention(attend: AttendTo | AttendLevel, layer: int, q, k, v, **options: Any) -> Any:
-    """Returns the attention of q to the layer's prefix, and to k, v under the mask."""
-    cache, mask = attend.cache, attend.mask
+def _attention(
+    attend: AttendTo | AttendLevel | ChoosePages,
+    layer: int,
+    mask: Bool[Array, "*B T N"],
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    pages: Int[Array, "B K C"] | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, "H"] | None = None,
+) -> tuple[Array, Array]:
+    """Returns the attention of q to the prefix and, under the mask, to k and v; and its lse.
+
+    Args:
+      attend: has the cache, the positions and the rows.
+      layer: of the cache.
+      mask: as that of `AttendLevel`.
+      q, k, v: of the layer.
+      pages: those of these rows that are read of a `PagedCache`; None: those chosen before.
+      softcap, sinks: of the model, as in `DecoderConfig`.
+    """
+    cache, window = attend.cache, attend.cache.windows[layer]
     mask = attend.slice(mask) if mask.ndim == 3 else mask
+    options: dict[str, Any] = {}
     prefix: tuple[Any, Any, Array]
-    if isinstance(cache, PagedCache):
-        pages = attend.slice(cache.chosen[layer])
+    if isinstance(cache, PagedCache) and window is None:
+        pages = attend.slice(cache.chosen[layer]) if pages is None else pages
         prefix = cache.gather(layer, pages, attend.slice, attend.first_row)
     else:
         prefix = cache.k[layer], cache.v[layer], attend.slice(cache.live(layer))
         options["first_row"] = attend.first_row
-    return tree_attention(q, *prefix, k, v, mask, backend=attend.backend, **options)
+    if window is not None:
+        options["seen_from"] = attend.slice(attend.positions) - (window - 1)
+    out, lse = tree_attention(
+        q, *prefix, k, v, mask, backend=attend.backend, softcap=softcap, return_lse=True, **options
+    )
+    return (out, lse) if sinks is None else _with_sinks(out, lse, sinks)
+
+
+def _with_sinks(
+    out: Float[Array, "B T H D"], lse: Float[Array, "B T H"], sinks: Float[Array, "H"]
+) -> tuple[Array, Array]:
+    """Returns attention whose softmax has one more logit in each head, without a value."""
+    sinks = sinks.astype(lse.dtype)
+    share = jax.nn.sigmoid(lse - sinks)[..., None]
+    return (out * share).astype(out.dtype), jnp.logaddexp(lse, sinks)
 
 
 def empty_nodes(cache: KVCache | DraftCache | PagedCache, nodes: int, dtype: Any) -> KV:

@@ -1,4 +1,7 @@
-"""The target's KV cache: fixed shape, all committed keys and values.
+"""A model's KV cache: fixed shape, all committed keys and values that later tokens can see.
+
+A layer with a sliding window has a ring, in which position p is in slot p mod S; another layer has
+a slot for each position.
 
 The compiled loop writes it in place. XLA can do so because the index of every write depends on the
 round's verification result, and therefore on all reads of the round.
@@ -11,42 +14,42 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from magicjax.model import Model
+from magicjax.model import Model, layer_slots
 from sharding import KV_HEADS, LAYER_BATCH, Split, logical_axes
-
-CAPACITY_MULTIPLE = 64  # slots; contexts of nearly the same length share a program
 
 Layers = tuple[Float[Array, "B K S D"], ...]
 
 
 @struct.dataclass
 class KVCache:
-    """All committed keys and values.
+    """All committed keys and values that later tokens can see.
 
     Attributes:
       k, v: one array [B, K, S, D] per layer.
-      lengths: int32 [B]; the first `lengths` slots of a row are live. The others hold finite
-        garbage that later commits overwrite.
+      lengths: int32 [B], the committed tokens. Slots without one hold finite garbage that later
+        commits overwrite.
+      windows: static; of each layer, None: it sees the whole text. A layer with a window is a ring.
       split: static; the model's division over devices.
     """
 
     k: Layers = struct.field(metadata=logical_axes(LAYER_BATCH, KV_HEADS))
     v: Layers = struct.field(metadata=logical_axes(LAYER_BATCH, KV_HEADS))
     lengths: Int[Array, "B"]
+    windows: tuple[int | None, ...] = struct.field(pytree_node=False)
     split: Split = struct.field(pytree_node=False, default=Split())
 
     def live(self, layer: int) -> Int[Array, "B"]:
-        """Returns the number of live slots of each row."""
+        """Returns the number of committed tokens of each row."""
         del layer  # equal in all layers
         return self.lengths
 
 
 def empty(model: Model, batch: int, slots: int) -> KVCache:
     """Returns a cache of zeros. Dead slots must be finite."""
-    layers = model.config.num_layers
-    shape = (batch, model.local_kv_heads, slots, model.config.kv_head_dim)
-    k, v = (tuple(jnp.zeros(shape, model.dtype) for _ in range(layers)) for _ in "kv")
-    return KVCache(k, v, jnp.zeros(batch, jnp.int32), model.split)
+    heads, size, windows = model.local_kv_heads, model.config.kv_head_dim, model.windows
+    shapes = [(batch, heads, layer_slots(window, slots), size) for window in windows]
+    k, v = (tuple(jnp.zeros(shape, model.dtype) for shape in shapes) for _ in "kv")
+    return KVCache(k, v, jnp.zeros(batch, jnp.int32), windows, model.split)
 
 
 def zero_after(witness: Int[Array, ""]) -> Int[Array, ""]:
@@ -68,12 +71,30 @@ def _write(slots: Float[Array, "K S D"], entries: Float[Array, "K A D"], start: 
     return jax.lax.dynamic_update_slice_in_dim(slots, entries, start, axis=1)
 
 
+def write_ring(
+    slots: Float[Array, "B K S D"],
+    entries: Float[Array, "B K A D"],
+    start: Int[Array, "B"],
+    count: Int[Array, "B"],
+) -> Float[Array, "B K S D"]:
+    """Returns a ring with the first `count` entries of each row at positions from `start` on.
+
+    Nothing else is written, because the slot of a rejected node holds an entry that is seen. Of
+    more than S entries, the last S are written.
+    """
+    steps, size = jnp.arange(entries.shape[2]), slots.shape[2]
+    live = (steps < count[:, None]) & (steps >= count[:, None] - size)
+    index = jnp.where(live, (start[:, None] + steps) % size, size)  # out of bounds: dropped
+    rows = jnp.arange(len(slots))[:, None]
+    return slots.at[rows, :, index].set(entries.swapaxes(1, 2), mode="drop")
+
+
 def append(cache: KVCache, kv: tuple, path: Int[Array, "B A"], count: Int[Array, "B"]) -> KVCache:
     """Returns the cache with the first `count` nodes of each row's path after its live entries.
 
-    All A entries of the path are written, so that shapes are static; those from `count` on land in
-    dead slots. Requires S >= lengths + A: JAX would shift an update beyond the end onto live
-    entries.
+    In a layer without a window, all A entries of the path are written at once; those from `count`
+    on land in dead slots. This requires S >= lengths + A: JAX would shift an update beyond the end
+    onto live entries.
 
     Args:
       cache: the committed entries.
@@ -82,6 +103,25 @@ def append(cache: KVCache, kv: tuple, path: Int[Array, "B A"], count: Int[Array,
       count: int32 [B], 0..A; must depend on all reads of `cache` in this round (`zero_after`).
     """
     start = cache.lengths + zero_after(count)
-    k = tuple(_write(slots, take_path(x, path), start) for slots, (x, _) in zip(cache.k, kv))
-    v = tuple(_write(slots, take_path(x, path), start) for slots, (_, x) in zip(cache.v, kv))
+
+    def write(layer, slots, nodes):
+        entries = take_path(nodes, path)
+        if cache.windows[layer] is None:
+            return _write(slots, entries, start)
+        return write_ring(slots, entries, start, count)
+
+    k = tuple(write(i, slots, x) for i, (slots, (x, _)) in enumerate(zip(cache.k, kv)))
+    v = tuple(write(i, slots, x) for i, (slots, (_, x)) in enumerate(zip(cache.v, kv)))
     return dataclasses.replace(cache, k=k, v=v, lengths=cache.lengths + count)
+
+
+def restore(before: KVCache, after: KVCache) -> KVCache:
+    """Returns the cache `before` commits, given the one after them, whose arrays it shares.
+
+    Commits overwrite entries of rings that may be seen again, so these are those from before.
+    """
+
+    def layers(old, new):
+        return tuple(x if w else y for w, x, y in zip(before.windows, old, new, strict=True))
+
+    return dataclasses.replace(before, k=layers(before.k, after.k), v=layers(before.v, after.v))

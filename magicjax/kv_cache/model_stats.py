@@ -32,14 +32,14 @@ class ModelStats:
     Attributes:
       queries: per layer; None without a window.
       total: float32 [B, K, S] per layer, the attention that each slot received, summed over the G
-        heads of a KV head; or None.
+        heads of a KV head, None for a layer with a sliding window; or None.
       layer_inputs: [B, T, E] of each token, by layer; undefined except for the tokens of the passes
         that ran.
       split: static; the model's division over devices.
     """
 
     queries: tuple[RecentQueries, ...] | None
-    total: tuple[Float[Array, "B K S"], ...] | None = struct.field(
+    total: tuple[Float[Array, "B K S"] | None, ...] | None = struct.field(
         metadata=logical_axes(LAYER_BATCH, KV_HEADS)
     )
     layer_inputs: dict[int, Float[Array, "B T E"]] = struct.field(

@@ -1,5 +1,7 @@
 """Pages of the target's cache that a draft reads, chosen by the draft's own queries.
 
+Layers with a sliding window are read as they are: they have no pages (P = 0) and choose none.
+
 Page i is the slots i * page_size to (i + 1) * page_size - 1. A draft reads M pages for each layer,
 row and KV head: the first one, the newest ones, and those between that may hold the keys with the
 highest scores. The elementwise bounds of a page's keys bound the score of each of its keys, so that
@@ -44,15 +46,17 @@ class PageBounds:
 
 def bounds_of(cache: KVCache, page_size: int) -> PageBounds:
     """Returns the bounds of all pages of a cache, whose slots must be a multiple of `page_size`."""
-    batch, heads, slots, size = cache.k[0].shape
-    live = (jnp.arange(slots) < cache.lengths[:, None])[:, None, :, None]
 
-    def pages(keys, hidden):
+    def pages(layer, keys, hidden):
+        batch, heads, slots, size = keys.shape
+        if cache.windows[layer] is not None:
+            return keys[:, :, :0, None]
+        live = (jnp.arange(slots) < cache.lengths[:, None])[:, None, :, None]
         keys = jnp.where(live, keys, jnp.array(hidden, keys.dtype))
         return keys.reshape(batch, heads, slots // page_size, page_size, size)
 
-    low = tuple(pages(k, jnp.inf).min(3) for k in cache.k)
-    high = tuple(pages(k, -jnp.inf).max(3) for k in cache.k)
+    low = tuple(pages(i, k, jnp.inf).min(3) for i, k in enumerate(cache.k))
+    high = tuple(pages(i, k, -jnp.inf).max(3) for i, k in enumerate(cache.k))
     return PageBounds(low, high, cache.split)
 
 
@@ -68,13 +72,19 @@ def update_bounds(
       count: int32 [B], the number of committed nodes.
       cache: after the round.
     """
-    num_pages = bounds.low[0].shape[2]
-    page_size = cache.k[0].shape[2] // num_pages
+    layer = cache.windows.index(None)  # all layers without a window have the same pages
+    num_pages = bounds.low[layer].shape[2]
+    page_size = cache.k[layer].shape[2] // num_pages
     steps, rows = jnp.arange(path.shape[1]), jnp.arange(path.shape[0])[:, None]
     position = (cache.lengths - count)[:, None] + steps
     page = jnp.where(steps < count[:, None], position // page_size, num_pages)  # dropped
     low, high = [], []
-    for old_low, old_high, (k, _) in zip(bounds.low, bounds.high, kv, strict=True):
+    layers = zip(bounds.low, bounds.high, kv, cache.windows, strict=True)
+    for old_low, old_high, (k, _), window in layers:
+        if window is not None:
+            low.append(old_low)
+            high.append(old_high)
+            continue
         keys = jnp.take_along_axis(k, path[:, :, None, None], axis=1)  # [B, A, K, D]
         low.append(old_low.at[rows, :, page].min(keys, mode="drop"))
         high.append(old_high.at[rows, :, page].max(keys, mode="drop"))
@@ -82,9 +92,14 @@ def update_bounds(
 
 
 def in_order(cache: KVCache, count: int) -> Pages:
-    """Returns pages 1, 2, … `count` for every layer, row and KV head."""
+    """Returns pages 1, 2, … `count` for every row and KV head of layers that have pages."""
     pages = 1 + jnp.arange(count, dtype=jnp.int32)
-    return tuple(jnp.broadcast_to(pages, (*k.shape[:2], count)) for k in cache.k)
+
+    def of_layer(k, window):
+        chosen = pages if window is None else pages[:0]
+        return jnp.broadcast_to(chosen, (*k.shape[:2], len(chosen)))
+
+    return tuple(of_layer(k, w) for k, w in zip(cache.k, cache.windows, strict=True))
 
 
 @struct.dataclass
@@ -114,6 +129,14 @@ class PagedCache:
     @property
     def v(self) -> Layers:
         return self.full.v
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return self.full.windows
+
+    def live(self, layer: int) -> Int[Array, "B"]:
+        """Returns the number of committed tokens of each row."""
+        return self.full.live(layer)
 
     def choose(
         self, layer: int, query: Float[Array, "B H D"], old: Int[Array, "B K C"], take: Callable

@@ -16,7 +16,7 @@ from magicjax.kv_cache import full_cache
 from magicjax.kv_cache.attend import AttendTo
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.kv_cache.model_stats import ModelStats, empty_window, update_from_chunk
-from magicjax.model import Model
+from magicjax.model import Model, softcap_of
 from magicjax.settings import PrefillSettings, Settings, StatsSpec
 from pallas_kernels import prefix_mass
 
@@ -45,7 +45,8 @@ def prefill_cache(
       settings: `chunk`, `capacity` and `backend` are read.
       stats_spec: the statistics to keep.
       cache: holds the first `cache.lengths` tokens of each row, fewer than `lengths`. Rows longer
-        than the shortest one are computed again from its end. None: an empty cache is made.
+        than the shortest one are computed again from its end; a cache with rings must have one row
+        (ValueError). None: an empty cache is made.
       layer_inputs: of the passes so far, as in `ModelStats`; None: of none.
     """
     config, chunk, batch = model.config, settings.chunk, tokens.shape[0]
@@ -54,6 +55,11 @@ def prefill_cache(
     if cache is None:
         cache = full_cache.empty(model, batch, settings.capacity)
     else:
+        if batch > 1 and any(cache.windows):
+            raise ValueError(
+                f"a cache of {batch} rows with sliding windows cannot be continued, because its "
+                "rings may lack what the shortest row needs: continue row by row"
+            )
         first = cache.lengths.min()
         chunks = -(-(lengths.max() - first) // chunk)
     keep_queries = stats_spec.window > 0 or stats_spec.total
@@ -65,13 +71,22 @@ def prefill_cache(
         part = jax.lax.dynamic_slice(tokens, (0, start), (batch, chunk))
         positions = jnp.minimum(start + jnp.arange(chunk), config.max_positions - 1)
         cache = cache.replace(lengths=jnp.minimum(start, lengths))
-        attend = AttendTo(cache, triangle, settings.backend, keep_queries)
         positions = jnp.broadcast_to(positions, part.shape)
+        attend = AttendTo(cache, triangle, settings.backend, keep_queries, positions=positions)
         hidden, aux, inputs = model(part, positions, attend, stats_spec.layer_inputs)
         keys_values, queries = zip(*aux, strict=True)
         slot = start + full_cache.zero_after(hidden[:1, 0].argmax(-1)[0])
-        k = tuple(_write(slots, x, slot) for slots, (x, _) in zip(cache.k, keys_values))
-        v = tuple(_write(slots, x, slot) for slots, (_, x) in zip(cache.v, keys_values))
+        count = jnp.clip(lengths - slot, 0, chunk)
+
+        def write(layer, slots, entries):
+            entries = entries.swapaxes(1, 2)
+            if cache.windows[layer] is not None:
+                rows = jnp.broadcast_to(slot, count.shape)
+                return full_cache.write_ring(slots, entries, rows, count)
+            return jax.lax.dynamic_update_slice(slots, entries, (0, 0, slot, 0))
+
+        k = tuple(write(i, slots, x) for i, (slots, (x, _)) in enumerate(zip(cache.k, keys_values)))
+        v = tuple(write(i, slots, x) for i, (slots, (_, x)) in enumerate(zip(cache.v, keys_values)))
         index = jnp.clip(lengths - 1 - start, 0, chunk - 1)
         ends_here = (lengths > start) & (lengths <= start + chunk)
         chunk_last = jnp.take_along_axis(hidden, index[:, None, None], 1)[:, 0]
@@ -100,7 +115,8 @@ def _empty_stats(model: Model, cache: KVCache, stats_spec: StatsSpec, length: in
         queries = (empty_window(*sizes, model.dtype),) * config.num_layers
     if stats_spec.total:
         dtype = jnp.promote_types(model.dtype, jnp.float32)
-        total = tuple(jnp.zeros(k.shape[:3], dtype) for k in cache.k)
+        layers = zip(cache.k, cache.windows, strict=True)
+        total = tuple(None if w else jnp.zeros(k.shape[:3], dtype) for k, w in layers)
     inputs = {
         layer: jnp.zeros((batch, length, config.hidden_size), model.dtype)
         for layer in stats_spec.layer_inputs
@@ -125,12 +141,11 @@ def _update(
     if total is not None:
         position = start + jnp.arange(queries[0][0].shape[1])
         seen = jnp.where(position < lengths[:, None], position + 1, 0)
+        options: Any = dict(softcap=softcap_of(model.config), backend=backend)
         total = tuple(
-            old + model.sum_over_replicas(prefix_mass(q, k, seen, lse, backend=backend))
+            old
+            if old is None
+            else old + model.sum_over_replicas(prefix_mass(q, k, seen, lse, **options))
             for old, (q, lse), k in zip(total, queries, keys, strict=True)
         )
     return dataclasses.replace(stats, queries=windows, total=total)
-
-
-def _write(slots: Float[Array, "B K S D"], entries: Float[Array, "B T K D"], start) -> Array:
-    return jax.lax.dynamic_update_slice(slots, entries.swapaxes(1, 2), (0, 0, start, 0))

@@ -5,6 +5,7 @@ round's verification result.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from flax import struct
 from jaxtyping import Array, Int
 
 from magicjax.kv_cache.full_cache import KVCache
+from magicjax.model import CAPACITY_MULTIPLE
 from pallas_kernels import Quantized, quantize
 from sharding import KV_HEADS, LAYER_BATCH, Split, logical_axes
 
@@ -26,12 +28,13 @@ class DraftCache:
     A row of count <= C holds every token in order. Beyond that, slots 0..P-1 hold the pinned
     positions, and ring slot P + (p - P) mod R holds position p, for the newest R positions. A row
     in order has position p >= P in the same slot, so growing past C needs no special case. P may
-    differ by layer, R does not.
+    differ by layer. R does not, but in layers with a sliding window, which have P = 0.
 
     Attributes:
       k, v: one array [B, K, C, D] per layer, or `Quantized`.
       pinned: int32 [B, K, P] per layer, the position in each pinned slot.
       count: int32 [B], the number of committed tokens; min(count, C) slots are live.
+      windows: static; of each layer, None: it sees the whole text.
       bits: static; of an entry's elements, 8 or 4; None: the model's dtype.
       split: static; the model's division over devices.
     """
@@ -40,6 +43,7 @@ class DraftCache:
     v: tuple[Array | Quantized, ...] = struct.field(metadata=logical_axes(LAYER_BATCH, KV_HEADS))
     pinned: Pins = struct.field(metadata=logical_axes(LAYER_BATCH, KV_HEADS))
     count: Int[Array, "B"]
+    windows: tuple[int | None, ...] = struct.field(pytree_node=False)
     bits: int | None = struct.field(pytree_node=False, default=None)
     split: Split = struct.field(pytree_node=False, default=Split())
 
@@ -48,7 +52,9 @@ class DraftCache:
         return self.k[layer].shape[2]
 
     def live(self, layer: int) -> Int[Array, "B"]:
-        """Returns the number of live slots of each row."""
+        """Returns the number of live slots of each row; with a window, of committed tokens."""
+        if self.windows[layer] is not None:
+            return self.count
         return jnp.minimum(self.count, self.capacity(layer))
 
 
@@ -61,21 +67,30 @@ def slot_of(position: Int[Array, "*B"], pinned: int, capacity: int) -> Int[Array
     return jnp.where(position < pinned, position, pinned + (position - pinned) % ring)
 
 
-def gather(cache: KVCache, pinned: Pins, ring: int, bits: int | None = None) -> DraftCache:
+def window_slots(window: int, budget: int) -> int:
+    """Returns the slots of a layer with a sliding window in a draft cache.
+
+    They hold the whole window if the budget does. Kernels read 64 adjacent slots of a ring at once.
+    """
+    return -(-min(window, budget) // CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
+
+
+def gather(
+    cache: KVCache, pinned: Pins, rings: Sequence[int], bits: int | None = None
+) -> DraftCache:
     """Returns the draft cache of a full cache: pinned and newest entries, or all if they fit.
 
     Args:
       cache: all entries, after prefill.
       pinned: the policy's choice per layer, read only in rows longer than C, where positions must
         be distinct and below count - R.
-      ring: R, the slots of the ring.
+      rings: R of each layer, the slots of the ring.
       bits: 8 or 4 to quantize the entries; None: not quantized.
     """
     count = cache.lengths[:, None]
-    slots = jnp.arange(ring)
     ks, vs, pins = [], [], []
-    for k, v, chosen in zip(cache.k, cache.v, pinned, strict=True):
-        num_pinned = chosen.shape[-1]
+    for k, v, chosen, ring in zip(cache.k, cache.v, pinned, rings, strict=True):
+        slots, num_pinned = jnp.arange(ring), chosen.shape[-1]
         # The newest position p < count with (p - P) mod R = slot; for count <= C it is P + slot.
         newest = count - 1 - (count - 1 - num_pinned - slots) % ring
         newest = jnp.where(count <= num_pinned + ring, num_pinned + slots, newest)
@@ -85,11 +100,12 @@ def gather(cache: KVCache, pinned: Pins, ring: int, bits: int | None = None) -> 
         ks.append(_take(k, index, bits))
         vs.append(_take(v, index, bits))
         pins.append(chosen)
-    return DraftCache(tuple(ks), tuple(vs), tuple(pins), cache.lengths, bits, cache.split)
+    static = cache.windows, bits, cache.split
+    return DraftCache(tuple(ks), tuple(vs), tuple(pins), cache.lengths, *static)
 
 
 def repin(cache: DraftCache, full: KVCache, pinned: Pins) -> DraftCache:
-    """Returns the draft cache with other pins, read from the full cache, and the same ring.
+    """Returns the draft cache with other pins, read from the full cache, and the same rings.
 
     Args:
       cache: the draft cache.
@@ -118,8 +134,8 @@ def _in_order_while_all_fits(chosen: Int[Array, "B K P"], count: Int[Array, "B"]
 
 
 def _take(entries: Array, index: Int[Array, "B K C"], bits: int | None) -> Array | Quantized:
-    """Returns the entries [B, K, C, D] at positions `index`; undefined beyond S."""
-    index = jnp.minimum(index, entries.shape[2] - 1)[..., None]
+    """Returns the entries [B, K, C, D] at positions `index`, of a ring those mod S."""
+    index = (index % entries.shape[2])[..., None]
     taken = jnp.take_along_axis(entries, index, axis=2)
     return taken if bits is None else quantize(taken, bits)
 

@@ -107,11 +107,16 @@ class Offloaded(Layout):
     def run(self, module, params, tokens, positions, attend, layer_inputs) -> PassResult:
         block, layers = models.layer_module(module), module.config.num_layers
 
-        def attend_any(layer, q, k, v):
+        def attend_any(layer, q, k, v, softcap=None, **arrays):
+            options = {} if softcap is None else {"softcap": softcap}
             if isinstance(layer, int):
-                return attend(layer, q, k, v)
-            branches = [functools.partial(attend, i) for i in range(layers - 1)]
-            return jax.lax.switch(layer, branches, q, k, v)
+                return attend(layer, q, k, v, **options, **arrays)
+
+            def branch(index, q, k, v, arrays):
+                return attend(index, q, k, v, **options, **arrays)
+
+            branches = [functools.partial(branch, i) for i in range(layers - 1)]
+            return jax.lax.switch(layer, branches, q, k, v, arrays)
 
         def run_layer(x, layer, weights):
             out, aux = block.apply({"params": weights}, x, positions, attend_any, layer)
@@ -178,7 +183,7 @@ class Pipelined(Layout):
         for i, slot in enumerate(slots):
             inner["params"][f"{models.BLOCK}{i}"] = jax.tree.map(lambda x: x[0], slot)
         layers = module.config.num_layers // self.stages
-        config = dataclasses.replace(module.config, num_layers=layers)
+        config = models.of_layers(module.config, range(layers))  # stages are alike: `check_layers`
         split = dataclasses.replace(module.split, layer_axes=(STAGE,))
         return module.clone(config=config, split=split), inner
 

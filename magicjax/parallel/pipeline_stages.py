@@ -23,13 +23,20 @@ from models import ShardingFn
 from sharding import STAGES
 
 
-def check_layers(layers: int, stages: int) -> None:
-    """Raises ValueError unless the layers divide over the stages."""
+def check_layers(config: Any, stages: int) -> None:
+    """Raises ValueError unless the layers divide over the stages into equal parts."""
+    layers = config.num_layers
     if layers % stages:
         divisors = [n for n in range(1, layers + 1) if layers % n == 0]
         below, above = max(n for n in divisors if n < stages), [n for n in divisors if n > stages]
         nearest = " or ".join(map(str, [below, *above[:1]]))
         raise ValueError(f"stage={stages} does not divide its {layers} layers: use {nearest}")
+    windows = getattr(config, "windows", (None,) * layers)
+    if any(windows[i] != windows[i % (layers // stages)] for i in range(layers)):
+        raise ValueError(
+            f"stage={stages} gives stages different layers with sliding windows, and all stages "
+            "must be alike: use another number, or a mesh without stages"
+        )
 
 
 def check_micro_batches(micro_batches: int | None, rows: int, stages: int) -> None:

@@ -9,6 +9,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from magicjax.kv_cache.model_stats import RecentQueries
+from magicjax.model import softcap_of
 from magicjax.options import check_types, fields_of
 from pallas_kernels import prefix_mass
 from sharding import Split, collectives
@@ -67,7 +68,8 @@ class Evidence:
             raise ValueError("a policy that reads `evidence.queries` must set `window`")
         q, seen = self.queries.q, self.queries.seen
         if scaled:
-            mass = prefix_mass(q, self.keys, seen, self.queries.lse, backend=self.backend)
+            options: Any = dict(softcap=softcap_of(self.config), backend=self.backend)
+            mass = prefix_mass(q, self.keys, seen, self.queries.lse, **options)
         else:
             mass = prefix_mass(q * q.shape[-1] ** 0.5, self.keys, seen, backend=self.backend)
         return collectives.psum(mass, self.split.replica_axes)

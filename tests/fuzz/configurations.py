@@ -17,12 +17,14 @@ from magicjax.drafters.spec import text_of
 from tests.magicjax import tiny
 
 # Few and small, because compilation is most of the time.
-SHAPES: tuple[dict[str, int], ...] = (
+SHAPES: tuple[dict[str, Any], ...] = (
     {},
     dict(num_layers=1, num_kv_heads=1, head_dim=16, vocab_size=32),
     dict(num_layers=1, num_kv_heads=4, hidden_size=24, vocab_size=20),
     dict(num_heads=6, hidden_size=16, vocab_size=60),
     dict(hidden_size=64, intermediate_size=96, head_dim=16),
+    dict(num_layers=3, sliding_window=7, full_layers=(1,)),
+    dict(num_experts=4, experts_per_token=2, num_kv_heads=1),
 )
 MAX_DEPTH = 5
 ENGINES = 3  # one configuration of so many is an engine
@@ -209,6 +211,8 @@ def _member(
         layers = [None, None, "0", "1"][rng.integers(4)]
         if SHAPES[shape].get("num_layers") == 1:
             layers = None
+        if layers == "0" and "full_layers" in SHAPES[shape]:
+            layers = "0-1"  # drafts of windowed layers alone pin nothing
         if rng.random() < 0.1:
             return magicjax.FullCacheSpeculation(draw=draw, weights=copy, layers=layers)
         if rng.random() < 0.1:
@@ -224,6 +228,7 @@ def _member(
         return magicjax.SmallModel(draft, draw)
     policy, budget = _policy(rng, 2 * depth + 1)
     in_cache = isinstance(policy, magicjax.StreamingLLM) and kv_dtype is None
+    in_cache &= not any(draft.windows)
     sinks = "in_cache" if in_cache and rng.random() < 0.5 else "text"
     return magicjax.SmallModel(draft, draw, policy, budget, kv_dtype, sinks)
 
@@ -256,7 +261,11 @@ def _draft_model(rng, shape: int, weights: int) -> magicjax.Model:
     if kind == 0:
         return model(shape, weights)
     if kind == 1:
-        return model(shape, weights + 1, num_layers=1, hidden_size=32)
+        changes = dict(num_layers=1, hidden_size=32)
+        windows = (
+            dict(sliding_window=None, full_layers=()) if "full_layers" in SHAPES[shape] else {}
+        )
+        return model(shape, weights + 1, **changes, **windows)
     near = model(shape, weights, noise)
     if kind > 2:
         return near

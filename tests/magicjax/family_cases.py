@@ -10,6 +10,7 @@ import magicjax
 import models
 
 SIZES = dict(hidden_size=32, intermediate_size=48, num_heads=4, num_layers=2, max_positions=64)
+GEMMA = dict(num_kv_heads=1, head_dim=16, activation="gelu_pytorch_tanh")
 FALCON = dict(family="falcon", activation="gelu")
 KINDS = {
     "opt": dict(family="opt"),
@@ -20,6 +21,42 @@ KINDS = {
     "falcon-40b": dict(**FALCON, num_kv_heads=2, parallel=True),
     "falcon-rw": dict(**FALCON, positions=models.Alibi(scaled=True)),
     "mpt": dict(family="mpt"),
+    "mistral": dict(family="mistral", num_kv_heads=2, sliding_window=9),
+    "gemma-2": dict(
+        **GEMMA,
+        family="gemma2",
+        sliding_window=12,
+        full_layers=(1,),
+        attention_softcap=2.0,
+        logits_softcap=3.0,
+    ),
+    "gemma-3": dict(
+        **GEMMA,
+        family="gemma3_text",
+        sliding_window=7,
+        full_layers=(1,),
+        window_positions=models.Rope(theta=100.0),
+        query_scale=0.5,
+    ),
+    "mixtral": dict(family="mixtral", num_kv_heads=2, num_experts=8, experts_per_token=2),
+    "qwen3-moe": dict(
+        family="qwen3_moe",
+        num_kv_heads=2,
+        num_experts=8,
+        experts_per_token=3,
+        normalize_experts=False,
+    ),
+    "gpt-oss": dict(
+        family="gpt_oss",
+        num_kv_heads=2,
+        qkv_bias=True,
+        out_bias=True,
+        sliding_window=10,
+        full_layers=(1,),
+        num_experts=8,
+        experts_per_token=2,
+        swiglu_limit=2.0,
+    ),
     "phi-4": dict(family="phi3", num_kv_heads=2, positions=models.Rope(partial_rotary_factor=0.75)),
 }
 

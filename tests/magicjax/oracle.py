@@ -9,6 +9,7 @@ import dataclasses
 import jax
 import numpy as np
 
+MATRICES = ("gate", "up", "down")
 TIE = 1e-5  # of the largest logit: what float32 may decide either way
 
 
@@ -39,6 +40,32 @@ def _attention(x, weights, config, sees):
     return np.einsum("thd,ehd->te", out, weights["out"]["weight"])
 
 
+def _within(sees, window):
+    """Returns what tokens see in a layer, of which each sees its `window` newest positions."""
+    if window is None:
+        return sees
+    place = sees.sum(-1) - 1  # of a node, the tokens before it
+    return sees & (place[:, None] - place < window)
+
+
+def _mlp(x, weights, config):
+    gate, up = x @ weights["gate"]["weight"].T, x @ weights["up"]["weight"].T
+    return (gate / (1 + np.exp(-gate)) * up) @ weights["down"]["weight"].T
+
+
+def _mixture(x, weights, config):
+    """The experts of one text, token by token."""
+    out = np.zeros_like(x)
+    for t, token in enumerate(x):
+        scores = np.exp(weights["router"]["weight"] @ token)
+        chosen = np.argsort(-scores, kind="stable")[: config.experts_per_token]
+        total = scores[chosen].sum() if config.normalize_experts else scores.sum()
+        for expert in chosen:
+            own = {name: {"weight": weights[name]["weight"][expert]} for name in MATRICES}
+            out[t] += scores[expert] / total * _mlp(token, own, config)
+    return out
+
+
 def logits(target, text, sees=None) -> np.ndarray:
     """Returns the logits after every token of one text, [T,V] in float64.
 
@@ -52,11 +79,9 @@ def logits(target, text, sees=None) -> np.ndarray:
     for layer in range(config.num_layers):
         block = params[f"layers_{layer}"]
         normed = _norm(x, block["attention_norm"]["scale"], config.norm_eps)
-        x = x + _attention(normed, block["attention"], config, sees)
+        x = x + _attention(normed, block["attention"], config, _within(sees, config.windows[layer]))
         normed = _norm(x, block["mlp_norm"]["scale"], config.norm_eps)
-        gate = normed @ block["mlp"]["gate"]["weight"].T
-        up = normed @ block["mlp"]["up"]["weight"].T
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ block["mlp"]["down"]["weight"].T
+        x = x + (_mlp if config.num_experts is None else _mixture)(normed, block["mlp"], config)
     return _norm(x, params["norm"]["scale"], config.norm_eps) @ params["unembedding"].T
 
 

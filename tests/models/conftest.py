@@ -11,25 +11,19 @@ import pytest
 
 import models
 from tests.quick import quick
+from tests.reference_attention import attend_of
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 
-def attend_causally(layer, q, k, v):
-    """A reference `attend` without a cache: each token sees itself and earlier ones."""
-    group = q.shape[2] // k.shape[2]
-    k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
-    scores = jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(q.shape[-1])
-    future = np.triu(np.ones((q.shape[1], q.shape[1]), bool), 1)
-    weights = jax.nn.softmax(jnp.where(future, -jnp.inf, scores), -1)
-    return jnp.einsum("bhts,bshd->bthd", weights, v), layer
+attend_causally = attend_of(None)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def logits_of(module, params, tokens):
     """Logits [B,T,V] of whole texts, each starting at position 0."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden, _, _ = module.apply(params, tokens, positions, attend_causally)
+    hidden, _, _ = module.apply(params, tokens, positions, attend_of(module.config))
     return module.apply(params, hidden, method="unembed")
 
 
@@ -61,6 +55,7 @@ def _random_params():
 CASES = sorted(p.name for p in GOLDEN.iterdir())
 # The others differ from one of these in few settings.
 QUICK = ("falcon_40b", "gpt2", "llama_llama3", "llama_tied", "mistral_window", "mpt")
+QUICK += ("gemma2", "gemma3", "gpt_oss", "qwen3_moe")
 QUICK += ("opt_post_norm", "phi3_longrope", "qwen2", "qwen3", "starcoder")
 
 

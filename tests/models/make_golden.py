@@ -88,6 +88,22 @@ LONGROPE = {
     "long_factor": [2.0, 4.0, 8.0],
 }
 
+GEMMA = {
+    **LLAMA,
+    "head_dim": 8,
+    "num_key_value_heads": 1,
+    "sliding_window": 5,
+    "query_pre_attn_scalar": 12,
+}
+QWEN3_MOE = {
+    **LLAMA,
+    "head_dim": 8,
+    "moe_intermediate_size": 12,
+    "num_experts": 5,
+    "num_experts_per_tok": 3,
+    "norm_topk_prob": False,
+}
+
 CASES = {
     "llama": ("Llama", LLAMA),
     "llama_gqa": ("Llama", {**LLAMA, "num_attention_heads": 4, "eos_token_id": [2, 3]}),
@@ -98,7 +114,7 @@ CASES = {
     "llama_tied": ("Llama", {**LLAMA, "tie_word_embeddings": True}),
     "llama_bias": ("Llama", {**LLAMA, "attention_bias": True, "mlp_bias": True}),
     "mistral": ("Mistral", {**LLAMA, "num_key_value_heads": 1, "sliding_window": None}),
-    "mistral_window": ("Mistral", {**LLAMA, "sliding_window": 24}),
+    "mistral_window": ("Mistral", {**LLAMA, "sliding_window": 6}),
     "qwen2": ("Qwen2", {**LLAMA, "rope_parameters": {**YARN, "attention_factor": 1.25}}),
     "qwen3": ("Qwen3", {**LLAMA, "head_dim": 16, "num_key_value_heads": 1}),
     "opt": ("OPT", OPT),
@@ -126,6 +142,54 @@ CASES = {
             "sliding_window": None,
         },
     ),
+    "qwen3_window": (
+        "Qwen3",
+        {
+            **LLAMA,
+            "num_hidden_layers": 3,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "max_window_layers": 1,
+        },
+    ),
+    "mixtral": (
+        "Mixtral",
+        {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
+    "qwen3_moe": ("Qwen3Moe", QWEN3_MOE),
+    "qwen3_moe_normalized": (
+        "Qwen3Moe",
+        {**QWEN3_MOE, "norm_topk_prob": True, "num_experts_per_tok": 1},
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            **LLAMA,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 6,
+            "rope_parameters": {**YARN, "truncate": False},
+        },
+    ),
+    "gemma2": (
+        "Gemma2",
+        {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        {
+            **GEMMA,
+            "num_hidden_layers": 4,
+            "layer_types": [*["sliding_attention"] * 2, "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {**LINEAR, "rope_theta": 1000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
 }
 SHARDED = "llama_gqa"
 
@@ -136,10 +200,10 @@ def make(name: str, seed: int) -> None:
     torch.manual_seed(seed)
     config = getattr(transformers, family + "Config")(**settings)
     kind = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
-    model = getattr(transformers, family + kind)(config).float().eval()
+    model = getattr(transformers, family.removesuffix("Text") + kind)(config).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim == 1:
+            if parameter.ndim == 1 or not parameter.any():
                 parameter += 0.3 * torch.randn_like(parameter)
         tokens = torch.randint(0, config.vocab_size, (2, 20))
         logits = model(tokens).logits

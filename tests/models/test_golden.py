@@ -70,6 +70,16 @@ def test_a_wrong_setting_is_caught(golden, logits_of):
         wrong.append((dataclasses.replace(config, positions=rope), checkpoint.params))
     if config.activation.startswith("gelu"):
         wrong.append((dataclasses.replace(config, activation="silu"), checkpoint.params))
+    for name in ("attention_softcap", "logits_softcap", "window_positions", "query_scale"):
+        if getattr(config, name) is not None:
+            wrong.append((dataclasses.replace(config, **{name: None}), checkpoint.params))
+    if any(config.windows):
+        for size in (config.sliding_window - 1, config.sliding_window + 1):
+            shifted = dataclasses.replace(config, sliding_window=size)
+            wrong.append((shifted, checkpoint.params))
+    if config.num_experts is not None:
+        other = not config.normalize_experts
+        wrong.append((dataclasses.replace(config, normalize_experts=other), checkpoint.params))
     if config.clip_qkv is not None:
         wrong.append((dataclasses.replace(config, clip_qkv=None), checkpoint.params))
     for config, params in wrong:

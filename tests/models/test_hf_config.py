@@ -80,6 +80,8 @@ def test_every_preset_survives_config_json(name):
         {**MPT, "attn_config": {"clip_qkv": 6, "alibi": True}},
         family_config("starcoder2", use_bias=False, sliding_window=16),
         PHI3,
+        family_config("gemma2", sliding_window=16, query_pre_attn_scalar=144, head_dim=8),
+        family_config("gemma3_text", sliding_window=16, final_logit_softcapping=30.0),
     ],
 )
 def test_every_switch_survives_config_json(raw):
@@ -116,31 +118,60 @@ def test_biases_are_where_the_family_has_them():
 # Sliding windows
 
 
+QWEN_WINDOW = family_config("qwen3", sliding_window=16, use_sliding_window=True)
+
+
 @pytest.mark.parametrize(
-    "raw, window",
+    "raw, windows",
     [
-        (family_config("mistral", sliding_window=16), 16),
-        (family_config("mistral", max_position_embeddings=9000), 4096),  # Hugging Face's default
-        (family_config("qwen2", sliding_window=16), None),
+        (family_config("mistral", sliding_window=16), (16,) * 4),
+        (family_config("mistral", max_position_embeddings=9000), (4096,) * 4),  # the default
+        (family_config("mistral", sliding_window=64), (None,) * 4),  # as long as the context
+        (family_config("qwen2", sliding_window=16), (None,) * 4),
+        ({**QWEN_WINDOW, "max_window_layers": 3}, (None, None, None, 16)),
+        ({**QWEN_WINDOW, "layer_types": ["full_attention"] * 4}, (None,) * 4),
         (
-            family_config("qwen2", sliding_window=16, use_sliding_window=True, max_window_layers=3),
-            16,
+            {**QWEN_WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2},
+            (16, None, 16, None),
         ),
+        (family_config("gemma2", sliding_window=16), (16, None, 16, None)),
+        (family_config("gemma3_text", sliding_window=16), (16,) * 4),
         (
-            family_config(
-                "qwen3",
-                sliding_window=16,
-                use_sliding_window=True,
-                layer_types=["full_attention"] * 4,
-            ),
-            None,
+            family_config("gemma3_text", sliding_window=16, sliding_window_pattern=3),
+            (16, 16, None, 16),
         ),
     ],
 )
-def test_a_window_that_some_layer_applies_limits_the_context(raw, window):
+def test_layers_have_the_windows_of_hugging_face(raw, windows):
     config = read_config(raw)
-    assert config.sliding_window == window
-    assert config.max_positions == min(raw["max_position_embeddings"], window or 10**9)
+    assert config.windows == windows
+    assert config.max_positions == raw["max_position_embeddings"]
+    assert read_config(write_config(config)) == config
+
+
+def test_layer_types_that_do_not_fit_are_errors():
+    mixed = ["sliding_attention", "full_attention"] * 2
+    for raw, message in (
+        (family_config("mistral", sliding_window=16, layer_types=mixed), "all layers of"),
+        ({**QWEN_WINDOW, "layer_types": mixed[:3]}, "has 3 entries, and the model 4 layers"),
+        ({**QWEN_WINDOW, "layer_types": ["linear_attention"] * 4}, "'linear_attention', which is"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_config(raw)
+
+
+def test_gemma_has_two_rotary_settings_in_both_spellings():
+    nested = {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    old = {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
+    old["rope_scaling"] = {"rope_type": "linear", "factor": 8.0}
+    for raw in ({"rope_parameters": nested}, old):
+        config = read_config(family_config("gemma3_text", sliding_window=16, **raw))
+        assert (config.rope.theta, config.rope.factor) == (1e6, 8.0)
+        assert config.window_positions == models.Rope()
+        assert read_config(write_config(config)) == config
 
 
 # Rotary settings

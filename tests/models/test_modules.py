@@ -140,7 +140,10 @@ def test_layers_scan_over_stacked_parameters(module, attend_causally, random_par
     [
         ({"num_kv_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
         ({"head_dim": 5}, "head_dim=5 must be even"),
-        ({"sliding_window": 8}, "max_positions=16 exceeds sliding_window=8"),
+        ({"sliding_window": 0}, "sliding_window=0: a token sees at least itself"),
+        ({"full_layers": (1,)}, "without sliding_window no layer has a window"),
+        ({"sliding_window": 8, "full_layers": (2, 1)}, "full_layers=.* each once, in order"),
+        ({"sliding_window": 8, "positions": models.Alibi()}, "with ALiBi is not supported"),
         (
             {"positions": models.Alibi(), "max_positions": 2**17},
             "max_positions=131072 is too large: ALiBi has at most 65536",
@@ -155,7 +158,7 @@ def test_llama_sizes_that_do_not_fit_are_errors(change, message):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"norm": "batch"}, "norm='batch' is not supported: use rms or layer or"),
+        ({"norm": "batch"}, "norm='batch' is not supported: use rms or rms_plus_one or"),
         ({"activation": "tanh"}, "activation='tanh' is not supported: use silu or relu or gelu"),
         ({"norm_before": False}, "final_norm=True requires norm_before=True"),
         ({"draft_vocab_size": 1}, "=1 must be at least 2 .*vocab_size=19"),

@@ -20,8 +20,9 @@ from tests.quick import quick
 
 pytestmark = pytest.mark.skipif(not build.is_default(), reason="needs the CPU kernels")
 
-SHAPE = len(configurations.SHAPES) - 1  # its groups are those of the kernels
-FORMATS = ("bfloat16", "int8", "int4:32")
+SHAPE = 4  # its groups are those of the kernels
+SHAPES = {"windows": 5, "experts": 6}
+FORMATS = ("bfloat16", "int8", "int4:32", *SHAPES)
 CONFIGURATIONS = [(form, number) for form in FORMATS for number in range(100)]
 
 
@@ -35,10 +36,11 @@ def in_bfloat16(model: Model) -> Model:
 def outputs(form: str, number: int, **options):
     """Returns plain and speculative output of a random configuration."""
     rng = np.random.default_rng([number, 5])
-    target = in_bfloat16(configurations.model(SHAPE, number))
-    if form != "bfloat16":
+    shape = SHAPES.get(form, SHAPE)
+    target, is_quantized = in_bfloat16(configurations.model(shape, number)), form.startswith("int")
+    if is_quantized:
         target = tiny.quantized(target, form)
-    drafter, tree = configurations.drafting_of(rng, SHAPE, number, False, form == "bfloat16")
+    drafter, tree = configurations.drafting_of(rng, shape, number, False, not is_quantized)
     drafter = jax.tree.map(
         lambda x: in_bfloat16(x) if isinstance(x, Model) else x,
         drafter,
@@ -52,7 +54,9 @@ def outputs(form: str, number: int, **options):
     return plain, keywords.generate(target, prompts, drafter=drafter, tree=tree, **options)
 
 
-@pytest.mark.parametrize(("form", "number"), quick(CONFIGURATIONS, ("int4:32", 3)))
+@pytest.mark.parametrize(
+    ("form", "number"), quick(CONFIGURATIONS, ("int4:32", 3), ("windows", 0), ("experts", 1))
+)
 def test_speculative_text_equals_plain_text_bit_for_bit(form, number):
     plain, speculative = outputs(form, number)
     assert plain.stats.attention_backend == "cpu"

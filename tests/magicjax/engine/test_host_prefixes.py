@@ -28,7 +28,7 @@ def entry(tokens) -> prefix_store.Prefix:
     """Returns a prefix whose keys are its tokens, and values minus them; -9 in dead slots."""
     keys = np.full((1, 1, SLOTS, 1), -9.0, np.float32)
     keys[0, 0, : len(tokens), 0] = tokens
-    cache = KVCache((jnp.array(keys),), (jnp.array(-keys),), jnp.array([len(tokens)]))
+    cache = KVCache((jnp.array(keys),), (jnp.array(-keys),), jnp.array([len(tokens)]), (None,))
     return prefix_store.Prefix(np.array(tokens, np.int32), cache, {"seen": jnp.arange(3)})
 
 

@@ -30,9 +30,8 @@ def positions_cache(lengths) -> full_cache.KVCache:
         live = slot < np.asarray(lengths)[:, None, None]
         return jnp.asarray(np.where(live, code(slot, head, row, index, value), -1.0))[..., None]
 
-    return full_cache.KVCache(
-        tuple(layer(i, 0) for i in range(2)), tuple(layer(i, 1) for i in range(2)), lengths
-    )
+    k, v = (tuple(layer(i, value) for i in range(2)) for value in range(2))
+    return full_cache.KVCache(k, v, lengths, (None, None))
 
 
 def nodes_at(positions) -> tuple:
@@ -80,7 +79,7 @@ gather_pins = jax.jit(sparse_cache.gather, static_argnums=2)
 def gather(P, C, cache):
     """Returns the draft cache that pins the first P."""
     first = jnp.broadcast_to(jnp.arange(P, dtype=jnp.int32), (ROWS, HEADS, P))
-    return gather_pins(cache, (first, first), C - P)
+    return gather_pins(cache, (first, first), (C - P, C - P))
 
 
 append = jax.jit(full_cache.append)
@@ -116,7 +115,7 @@ def test_gathering_keeps_any_positions_that_a_policy_pins(data):
                 st.lists(st.sampled_from(old), min_size=P, max_size=P, unique=True)
             )
         pins.append(jnp.asarray(chosen))
-    draft = gather_pins(positions_cache(lengths), tuple(pins), C - P)
+    draft = gather_pins(positions_cache(lengths), tuple(pins), (C - P, C - P))
     check_draft(draft, lengths, P, C)
     for layer, chosen in enumerate(pins):
         for row in range(ROWS):

@@ -31,7 +31,7 @@ def cache_of(rng, lengths, layers: int = 1) -> full_cache.KVCache:
         tuple(jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(layers))
         for _ in "kv"
     )
-    return full_cache.KVCache(k, v, jnp.asarray(lengths, jnp.int32))
+    return full_cache.KVCache(k, v, jnp.asarray(lengths, jnp.int32), (None,) * layers)
 
 
 def wanted_pages(keys, query, page_size: int, chosen: int, newest: int) -> list[int]:
@@ -74,12 +74,14 @@ def read(view, q, first_row=None):
     def of_rows(attend):
         return attend if first_row is None else attend.rows(first_row, len(q))
 
-    _, (_, chosen) = of_rows(attend.ChoosePages(view, None))(0, q, zeros, zeros)
+    positions = view.full.lengths[:, None]
+    root = attend.ChoosePages(view, None, positions=positions)
+    _, (_, chosen) = of_rows(root)(0, q, zeros, zeros)
     pages = jax.lax.dynamic_update_slice_in_dim(view.chosen[0], chosen, start, 0)
     view = view.replace(chosen=(pages,))
     drafted = attend.empty_nodes(view, 1, jnp.float32)
     node, mask = jnp.zeros(1, jnp.int32), jnp.zeros((1, 1), bool)
-    level = of_rows(attend.AttendLevel(view, drafted, node, mask, None))
+    level = of_rows(attend.AttendLevel(view, drafted, node, mask, None, positions=positions))
     return level(0, q, zeros, zeros)[0], chosen
 
 

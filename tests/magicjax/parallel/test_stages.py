@@ -1,6 +1,7 @@
 """Pipeline stages generate the text of one device and exchange only activations and decisions."""
 
 import itertools
+import types
 
 import pytest
 
@@ -118,7 +119,7 @@ def test_refusals(eight, checkpoint):
 )
 def test_layers_that_do_not_divide(layers, count, nearest):
     with pytest.raises(ValueError, match=f"stage={count} .* {layers} layers: use {nearest}$"):
-        pipeline_stages.check_layers(layers, count)
+        pipeline_stages.check_layers(types.SimpleNamespace(num_layers=layers), count)
 
 
 def test_few_micro_batches_where_weights_dominate_and_many_where_caches_do():

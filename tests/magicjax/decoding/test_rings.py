@@ -1,0 +1,183 @@
+"""Models with sliding windows, over texts that wrap the rings of their caches several times."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import magicjax
+import models
+from magicjax.kv_cache import full_cache
+from magicjax.model import RING_SPARE, layer_slots
+from tests.magicjax import keywords, tiny
+from tests.magicjax.recomputation import rerun
+from tests.quick import quick
+
+NEW, WIDTH, WINDOW = 96, 512, 20
+LENGTHS = (400, 230, 64, 3)
+OPTIONS = dict(max_tokens=NEW, eos_token_id=[])
+
+
+@functools.cache
+def model(kind: str = "mixed", noise: float = 0.0) -> magicjax.Model:
+    """Returns a model: `mixed` has layers with and without windows, `windowed` no others."""
+    full = (1, 3) if kind == "mixed" else ()
+    config = tiny.config(
+        num_layers=4,
+        max_positions=1024,
+        sliding_window=WINDOW,
+        full_layers=full,
+        window_positions=models.Rope(theta=300.0),
+        attention_sinks=kind == "mixed",
+    )
+    params = tiny.loud(tiny.drawn(config, 1), np.random.default_rng(7), noise)
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
+    return magicjax.Model(models.build(config), params)
+
+
+@functools.cache
+def prompts() -> list[np.ndarray]:
+    rng = np.random.default_rng(3)
+    return [rng.integers(0, tiny.VOCAB, n).astype(np.int32) for n in LENGTHS]
+
+
+@functools.cache
+def expected(kind: str) -> list[np.ndarray]:
+    return rerun(model(kind), prompts(), NEW, WIDTH)
+
+
+def draftings(kind: str) -> dict[str, dict]:
+    """Returns options of `generate` for each kind of drafter and tree."""
+    near = magicjax.SmallModel(model(kind, 0.03))
+    self = magicjax.SelfSpeculation(budget=64)
+    found = {
+        "plain": {},
+        "streaming": dict(drafter=self, tree=tiny.TREES["2,2,1"]),
+        "int8": dict(drafter=magicjax.SelfSpeculation(budget=64, kv_dtype="int8")),
+        "near": dict(drafter=near, tree=tiny.TREES["irregular"]),
+        "prompt-lookup": dict(drafter=tiny.drafter("prompt-lookup"), tree=tiny.TREES["chain4"]),
+        "dynamic": dict(drafter=self, tree=tiny.SPECIAL["dynamic"]),
+        "cascade": dict(drafter=magicjax.Cascade(near, self, tiny.TREES["chain2"])),
+        "ensemble": dict(drafter=magicjax.Ensemble([near, self])),
+        "quantized copy": dict(drafter=magicjax.FullCacheSpeculation("int8")),
+    }
+    if kind == "mixed":
+        sparse = dict(policy="streaming", budget=64)
+        found |= {
+            "snapkv": dict(drafter=magicjax.SelfSpeculation("snapkv", 64, refresh_every=3)),
+            "h2o": dict(drafter=magicjax.SelfSpeculation("h2o", 64), tree=tiny.TREES["2,2,1"]),
+            "pyramid": dict(drafter=magicjax.SelfSpeculation("pyramidkv", 64)),
+            "quest": dict(drafter=magicjax.PageRetrieval(64, page_size=4)),
+            "near sparse": dict(drafter=magicjax.SmallModel(model(kind, 0.03), **sparse)),
+            "layers": dict(drafter=magicjax.SelfSpeculation(budget=64, layers="0-1,3")),
+            "eagle": dict(drafter=magicjax.Eagle(tiny.head(model(kind)))),
+        }
+    return found
+
+
+ALL = [(kind, name) for kind in ("mixed", "windowed") for name in draftings(kind)]
+QUICK = [("mixed", name) for name in ("plain", "snapkv", "quest", "cascade", "near sparse")]
+
+
+@pytest.mark.parametrize(("kind", "drafting"), quick(ALL, *QUICK, ("windowed", "streaming")))
+def test_texts_are_those_of_full_recomputation(kind, drafting):
+    output = keywords.generate(model(kind), prompts(), **OPTIONS, **draftings(kind)[drafting])
+    for row, text in zip(tiny.rows_of(output), expected(kind), strict=True):
+        np.testing.assert_array_equal(row, text)
+    if drafting in ("quantized copy", "streaming"):
+        assert output.stats.acceptance_rate > 0.3  # a wrong window of the draft would lower it
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_a_window_off_by_one_has_other_texts(shift):
+    """Negative control."""
+    wrong = rerun(model(), prompts(), NEW, WIDTH, shift)
+    assert all((a != b).any() for a, b in zip(wrong, expected("mixed"), strict=True))
+
+
+def test_a_ring_without_its_oldest_position_has_other_texts(monkeypatch):
+    """Negative control: what a ring drops too early matters."""
+    write = full_cache.write_ring
+
+    def forgets(slots, entries, start, count):
+        return write(slots, entries, start + 1, count)  # the ring begins one slot later
+
+    monkeypatch.setattr(full_cache, "write_ring", forgets)
+    options = OPTIONS | dict(max_tokens=NEW - 1)  # programs that no other test compiles
+    output = keywords.generate(model(), prompts()[:2], **options)
+    rows = zip(tiny.rows_of(output), expected("mixed"))
+    assert any((row != text[:-1]).any() for row, text in rows)
+
+
+def test_drafts_of_a_window_within_the_budget_are_the_targets_own():
+    """Every layer is as in the target, so all drafts are accepted."""
+    self = magicjax.SelfSpeculation(budget=64)
+    output = keywords.generate(model("windowed"), prompts(), **OPTIONS, drafter=self)
+    assert output.stats.acceptance_rate > 0.999
+
+
+@pytest.mark.parametrize("kind", ["mixed", "windowed"])
+def test_bytes_of_rings(kind):
+    output = keywords.generate(model(kind), prompts()[:1], **OPTIONS)
+    target, capacity = model(kind), 512
+    rings = sum(window is not None for window in target.windows)
+    slots = rings * layer_slots(WINDOW, capacity) + (4 - rings) * capacity
+    assert layer_slots(WINDOW, capacity) == 192 > WINDOW + RING_SPARE - 64
+    assert output.stats.kv_bytes_target == 2 * slots * 2 * 8 * 4
+    full = full_cache.empty(target, 1, capacity)
+    assert sum(x.nbytes for x in (*full.k, *full.v)) == output.stats.kv_bytes_target
+
+
+def test_offloaded_and_resident_texts_are_equal():
+    output = keywords.generate(
+        magicjax.offload(model()), prompts(), **OPTIONS, **draftings("mixed")["snapkv"]
+    )
+    for row, text in zip(tiny.rows_of(output), expected("mixed"), strict=True):
+        np.testing.assert_array_equal(row, text)
+
+
+def test_options_that_windows_rule_out_are_errors():
+    windowed, text = model("windowed"), [[1, 2, 3]]
+    near = dict(policy="streaming", budget=64, sink_positions="in_cache")
+    for drafter, message in (
+        (magicjax.SelfSpeculation("snapkv", 64), "every layer of the model has a sliding window"),
+        (magicjax.PageRetrieval(64), "every layer of the target that drafts has a sliding window"),
+        (magicjax.SmallModel(model(), **near), "does not support a drafter with sliding windows"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            keywords.generate(windowed, text, **OPTIONS, drafter=drafter)
+
+
+# Engines
+
+
+def engine(drafting: str) -> magicjax.Engine:
+    config = magicjax.EngineConfig(slots=2, capacity=WIDTH, prefill_chunk=128, prefix_bytes=10**7)
+    return magicjax.Engine(model(), config=config, **draftings("mixed")[drafting])
+
+
+def checked(running: magicjax.Engine, texts: list[np.ndarray], new: int) -> list[int]:
+    """Submits prompts at once, compares their texts, and returns the tokens that were reused."""
+    handles = [running.submit(x, magicjax.SamplingParams(max_tokens=new)) for x in texts]
+    running.run()
+    for handle, text in zip(handles, rerun(model(), texts, new, WIDTH), strict=True):
+        np.testing.assert_array_equal(handle.result().tokens, text)
+    return [handle.result().stats.reused_tokens for handle in handles]
+
+
+@pytest.mark.parametrize("drafting", quick(["plain", "snapkv", "near"], "near"))
+def test_requests_of_an_engine_have_their_own_texts(drafting):
+    assert checked(engine(drafting), prompts(), 40) == [0] * 4
+
+
+@pytest.mark.parametrize("drafting", quick(["plain", "snapkv", "near"], "snapkv"))
+def test_an_engine_goes_on_from_the_end_of_a_text_only(drafting):
+    running, text = engine(drafting), prompts()[1]
+    assert checked(running, [text], 30) == [0]
+    turn = np.concatenate([text, rerun(model(), [text], 30, WIDTH)[0], np.arange(17)])
+    assert checked(running, [turn], 20) == [len(text) + 29]
+    # Most of this text is stored, but the rings no longer have the end of what it shares.
+    shared = np.concatenate([turn[: len(text) - RING_SPARE], np.arange(20)])
+    assert checked(running, [shared], 20) == [0]
