@@ -11,6 +11,7 @@ import json
 import math
 import os
 import pathlib
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -19,25 +20,25 @@ import gguf
 import numpy as np
 from tokenizers import Tokenizer
 
-from models.build import BLOCK, abstract_params, build
+from models.build import abstract_params, build
 from models.decoder import DecoderConfig
 from models.families import FAMILIES
 from models.gguf.blocks import KINDS, Kind
 from models.gguf.tokenizer import read_tokenizer, unsupported
 from models.hf_config import read_config, write_config
-from models.hf_tensors import tensors_of
+from models.hf_tensors import Fused, tensors_of
 from models.positions import Rope, frequencies
 
 # The family of each architecture.
 ARCHITECTURES = {
     **{name: name for name in ("llama", "qwen2", "qwen3", "falcon", "gpt2", "mpt", "phi3")},
+    "qwen3moe": "qwen3_moe",
     "starcoder": "gpt_bigcode",
     "starcoder2": "starcoder2",
 }
+MIXTRAL = "mixtral"  # the family of a "llama" with experts
 # Settings of which one value is supported.
 FIXED = {
-    "expert_count": 0,
-    "expert_used_count": 0,
     "attention.causal": True,
     "rope.scaling.attn_factor": 1.0,
     "rope.scaling.yarn_attn_factor": 1.0,
@@ -47,6 +48,7 @@ FIXED = {
 HARMLESS = ("rope.scaling.finetuned", "tensor_data_layout")
 ENDS = ("eos", "eot", "eom")  # end of text, turn and message
 ROPE_FREQS = "rope_freqs.weight"
+EXPERT = re.compile(r"experts\.\d+\.")  # in the name of a tensor of Hugging Face
 
 
 class Weight(NamedTuple):
@@ -59,6 +61,7 @@ class Weight(NamedTuple):
       group: (groups, rows of q, k and v in a group) of rows that llama.cpp does not group; None: of
         another tensor.
       transposed: whether llama.cpp transposes it.
+      expert: of a tensor that has all experts, the index of the one; None: of another tensor.
       kind: of a matrix that stays quantized, as [outputs, inputs]; None: of another tensor.
     """
 
@@ -67,6 +70,7 @@ class Weight(NamedTuple):
     heads: int = 0
     group: tuple[int, tuple[int, ...]] | None = None
     transposed: bool = False
+    expert: int | None = None
     kind: Kind | None = None
 
     def shapes(self, name: str) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -79,10 +83,11 @@ class Weight(NamedTuple):
 
     def values(self) -> list[np.ndarray]:
         """Returns the arrays of `shapes`."""
+        data = self.stored.data if self.expert is None else self.stored.data[self.expert]
         if self.kind is None:
-            values = [gguf.dequantize(self.stored.data, self.stored.tensor_type).astype("<f4")]
+            values = [gguf.dequantize(data, self.stored.tensor_type).astype("<f4")]
         else:
-            values = list(self.kind.parts(self.stored.data).values())
+            values = list(self.kind.parts(data).values())
         if self.heads:
             values = [unpermute(part, self.heads) for part in values]
         if self.group is not None:
@@ -232,10 +237,17 @@ def _config(
     settings.pop("vocab_size", None)  # the embedding has as many rows
     rms = f"{prefix}attention.layer_norm_rms_epsilon" in metadata
     family, kv_heads = ARCHITECTURES[architecture], settings.pop("attention.head_count_kv", heads)
+    experts, per_token = (settings.pop(f"expert_{n}count", 0) for n in ("", "used_"))
+    if experts and family == "llama":
+        family = MIXTRAL
+    if bool(experts) != (family in (MIXTRAL, "qwen3_moe")):
+        raise ValueError(f"{prefix}expert_count={experts} is not supported for {architecture}")
     fields = {
         "vocab_size": int(tensors["token_embd.weight"].shape[1]),
         "hidden_size": hidden,
         "intermediate_size": need("feed_forward_length"),
+        "num_experts": experts,
+        "experts_per_token": per_token,
         "num_layers": need("block_count"),
         "num_heads": heads,
         "num_kv_heads": kv_heads,
@@ -246,6 +258,8 @@ def _config(
         "out_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
     }
+    if family == "qwen3_moe":
+        fields["intermediate_size"] = need("expert_feed_forward_length")
     raw = {"model_type": family} | _of_family(family, fields, settings, tensors)
     if {"rope", "rope_or_alibi"} & set(FAMILIES[family].parts):
         raw["rope_parameters"] = _rope(settings, need, tensors.get(ROPE_FREQS), head_dim)
@@ -274,6 +288,8 @@ def _of_family(
     heads, kv_heads = fields["num_heads"], fields["num_kv_heads"]
     if "window" in FAMILIES[family].parts:
         raw["sliding_window"] = settings.pop("attention.sliding_window", None)
+    if family == "qwen3_moe":  # of which llama.cpp normalizes the weights
+        raw |= {"num_experts": fields["num_experts"], "norm_topk_prob": True}
     if family == "gpt_bigcode":
         raw["multi_query"] = kv_heads == 1
     if family == "mpt":
@@ -348,27 +364,33 @@ def _weights(config: DecoderConfig, tensors: Mapping[str, gguf.ReaderTensor]) ->
     for tensor in tensors_of(config):
         if tensor.name in weights:  # of several parameters
             continue
-        name = str(names.get_name(tensor.name, (".weight", ".bias")))
+        hf_name = EXPERT.sub("experts.", tensor.name)
+        name = str(names.get_name(hf_name, (".weight", ".bias")))
         used.add(name)
         if name not in tensors:
             problems.append(f"missing {name}")
             continue
         parameter = shapes[tensor.path].value.shape
         shape, expected = tensor.stored_shape(parameter), tensor.matrix_shape(parameter)
+        if tensor.expert is not None:
+            expected = (parameter[0], *expected)
         if (found := tuple(tensors[name].shape[::-1].tolist())) != expected:
             problems.append(f"{name} has shape {found}, expected {expected}")
         group = None
-        if tensor.fused is not None and config.family == "falcon":
+        if isinstance(tensor.fused, Fused) and config.family == "falcon":
             group = tensor.fused.groups, tensor.fused.sizes
-        permuted = heads.get(tensor.name.split(".")[-2], 0) if config.family == "llama" else 0
-        weights[tensor.name] = Weight(shape, tensors[name], permuted, group, tensor.transposed)
+        is_llama = config.family in ("llama", MIXTRAL)
+        permuted = heads.get(tensor.name.split(".")[-2], 0) if is_llama else 0
+        weights[tensor.name] = Weight(
+            shape, tensors[name], permuted, group, tensor.transposed, tensor.expert
+        )
     problems += [f"unexpected {name}" for name in tensors if name not in used]
     if problems:
         raise ValueError(
             f"the tensors do not match the metadata ({len(problems)} problems):\n  "
             + "\n  ".join(problems)
         )
-    matrices = [t.name for t in tensors_of(config) if t.inputs and t.path[0].startswith(BLOCK)]
+    matrices = [tensor.name for tensor in tensors_of(config) if tensor.is_block_matrix]
     if not all(weights[name].stored.tensor_type in KINDS for name in matrices):
         return weights  # a module has one format, and some matrices have none
     return {
@@ -378,6 +400,7 @@ def _weights(config: DecoderConfig, tensors: Mapping[str, gguf.ReaderTensor]) ->
 
 
 def _arch(family: str) -> gguf.MODEL_ARCH:
+    family = "llama" if family == MIXTRAL else family
     architecture = next(name for name, known in ARCHITECTURES.items() if known == family)
     return next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
 

@@ -40,6 +40,18 @@ LLAMA = {
     "model.norm": "output_norm",
     "lm_head": "output",
 }
+MIXTRAL = {
+    **LLAMA,
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.w1": "ffn_gate_exps",
+    "block_sparse_moe.w3": "ffn_up_exps",
+    "block_sparse_moe.w2": "ffn_down_exps",
+    "mlp.gate": "ffn_gate_inp",
+    **{f"mlp.{part}_proj": f"ffn_{part}_exps" for part in ("gate", "up", "down")},
+}
 FALCON = {
     "transformer.word_embeddings": "token_embd",
     "input_layernorm": "attn_norm",
@@ -61,6 +73,7 @@ MPT = {
     "ffn.down_proj": "ffn_down",
     "transformer.norm_f": "output_norm",
 }
+MIXTRAL_SETTINGS = {"expert_count": 4, "expert_used_count": 2, "rope.freq_base": 1000000.0}
 ALIBI = {"attention.max_alibi_bias": 8.0}
 # The golden model: architecture, names, and metadata beyond that of all architectures.
 CASES = {
@@ -76,7 +89,19 @@ CASES = {
         LLAMA,
         {"rope.dimension_count": 4, "rope.scaling.original_context_length": 32},
     ),
+    "mixtral": ("llama", MIXTRAL, MIXTRAL_SETTINGS),
+    "qwen3_moe_normalized": (
+        "qwen3moe",
+        MIXTRAL,
+        {
+            "attention.key_length": 8,
+            "expert_count": 5,
+            "expert_used_count": 1,
+            "expert_feed_forward_length": 12,
+        },
+    ),
 }
+EXPERT = re.compile(r"(.*)experts\.(\d+)\.(.*)")
 
 
 def write(path, case, **changes):
@@ -97,10 +122,13 @@ def write(path, case, **changes):
     }
     metadata = {f"{architecture}.{name}": value for name, value in metadata.items()}
     tensors = {}
-    for name, values in load_file(GOLDEN / case / "model.safetensors").items():
+    for name, values in _with_experts_stacked(case).items():
         stem, _, suffix = name.rpartition(".")
         block = re.fullmatch(r".*\.(?:h|layers|blocks)\.(\d+)\.(.*)", stem)
         stem = f"blk.{block[1]}.{names[block[2]]}" if block else names[stem]
+        if case == "mixtral" and block and stem.endswith(("attn_q", "attn_k")):
+            heads = config.num_heads if stem.endswith("q") else config.num_kv_heads
+            values = gguf_cases.permute(values, heads)
         if architecture == "gpt2" and block and values.ndim == 2:
             values = values.T
         if architecture == "falcon" and "attn_qkv" in stem:
@@ -112,7 +140,18 @@ def write(path, case, **changes):
     return gguf_cases.write(path, {"general.architecture": architecture, **metadata}, tensors)
 
 
-@pytest.mark.parametrize("case", quick(CASES, "gpt2", "falcon_40b", "mpt_clip", "phi3"))
+def _with_experts_stacked(case) -> dict[str, np.ndarray]:
+    """Returns a golden model's tensors, those of all experts in one."""
+    tensors, experts = {}, {}
+    for name, values in load_file(GOLDEN / case / "model.safetensors").items():
+        if match := EXPERT.fullmatch(name):
+            experts.setdefault(match[1] + match[3], {})[int(match[2])] = values
+        else:
+            tensors[name] = values
+    return tensors | {n: np.stack([x[i] for i in sorted(x)]) for n, x in experts.items()}
+
+
+@pytest.mark.parametrize("case", quick(CASES, "mixtral", "gpt2", "falcon_40b", "mpt_clip", "phi3"))
 def test_a_file_of_a_golden_model_gives_the_golden_model(case, tmp_path):
     write_directory(read_gguf(write(tmp_path / "model.gguf", case)), tmp_path)
     found, expected = models.load_checkpoint(tmp_path), models.load_checkpoint(GOLDEN / case)
