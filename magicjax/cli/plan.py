@@ -235,6 +235,16 @@ def as_text(
     ]
     if plan.runner_up:
         lines.append(_line("runner-up", plan.runner_up))
+    sizes = model_sizes(model, arguments.dtype)
+    if sizes.experts:
+        rows = machine.rows(arguments.batch)
+        one, all_nodes = (
+            sizes.experts * sizes.active_share(rows * n) for n in (1, best.tree.num_nodes)
+        )
+        lines.append(
+            f"experts: a step reads {one:.0f} of {sizes.experts} in each layer, a verification of "
+            f"{best.tree.num_nodes} nodes about {all_nodes:.0f}"
+        )
     lines.append(f"acceptance of {best.drafter}: {sources[best.drafter]}")
     lines.append("times from: " + ", ".join(f"{name} {source}" for name, source in times.items()))
     if plan.break_even is None:

@@ -11,6 +11,7 @@ import flax.linen as nn
 import jax
 
 import models
+from magicjax.model import RING_SPARE
 from magicjax.parallel.offloading import two_layers
 from magicjax.prediction.cost_model.device import Machine
 from sharding import array_bytes
@@ -38,6 +39,8 @@ class Sizes:
       itemsize: bytes per element of weights and caches.
       matrix_itemsize: bytes per element of the blocks' matrices; of quantized ones, with scales.
       streamed: whether the blocks are offloaded: every pass copies them from host memory.
+      window, windowed_layers: the sliding window, and the number of layers that have it.
+      experts, experts_per_token: of a mixture, all of whose elements `mlp` counts; 0: no mixture.
     """
 
     name: str
@@ -55,13 +58,21 @@ class Sizes:
     itemsize: int
     matrix_itemsize: float
     streamed: bool = False
+    window: int = 0
+    windowed_layers: int = 0
+    experts: int = 0
+    experts_per_token: int = 0
 
     @property
     def key(self) -> str:
         """Identifies the sizes: two models with the same key have the same cost."""
-        *numbers, matrix_itemsize, streamed = dataclasses.astuple(self)[1:]
+        *numbers, matrix_itemsize, streamed, window, windowed, experts, chosen = (
+            dataclasses.astuple(self)[1:]
+        )
         quantized = f"-matrices-{matrix_itemsize:.4g}" * (matrix_itemsize != self.itemsize)
-        return "-".join(map(str, numbers)) + quantized + "-streamed" * streamed
+        windows = f"-window-{window}-{windowed}" * bool(windowed)
+        mixture = f"-experts-{experts}-{chosen}" * bool(experts)
+        return "-".join(map(str, numbers)) + quantized + windows + mixture + "-streamed" * streamed
 
     def with_layers(self, count: int) -> "Sizes":
         """Returns the sizes of a model of `count` of the layers."""
@@ -71,7 +82,32 @@ class Sizes:
             attention=self.attention * count // self.num_layers,
             mlp=self.mlp * count // self.num_layers,
             small=self.small * count // self.num_layers,
+            windowed_layers=self.windowed_layers * count // self.num_layers,
         )
+
+    def slots_per_layer(self, slots: float, spare: int = 0) -> float:
+        """Returns the mean over layers of the slots of a text of `slots` tokens.
+
+        Args:
+          slots: tokens.
+          spare: slots of a layer with a sliding window beyond it; 0: count those that are seen.
+        """
+        saved = max(0, slots - self.window - spare) * self.windowed_layers
+        return slots - saved / self.num_layers
+
+    def active_share(self, tokens: int) -> float:
+        """Returns the expected part of the experts that any of the tokens uses; 1 without experts.
+
+        As if every token chose its experts independently, each as likely as another.
+        """
+        if not self.experts:
+            return 1.0
+        return 1 - (1 - self.experts_per_token / self.experts) ** tokens
+
+    def read_bytes(self, tokens: int) -> float:
+        """Returns the bytes of weights that a pass of so many tokens reads: all but `tables`."""
+        idle = self.mlp * (1 - self.active_share(tokens))
+        return self.weight_bytes - self.matrix_itemsize * idle
 
     @property
     def matrix_bytes(self) -> float:
@@ -85,12 +121,12 @@ class Sizes:
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes of weights that a pass reads: all but `tables`."""
+        """Bytes of all weights but `tables`."""
         return self.matrix_bytes + self.itemsize * (self.unembedding + self.small)
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values per token."""
+        """Bytes of keys and values per token, if all layers keep it."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.itemsize
 
     def draft_kv_bytes(self, bits: int | None) -> float:
@@ -143,6 +179,10 @@ def sizes_of(
         itemsize=module.dtype.itemsize,
         matrix_itemsize=matrix_bytes / (counted["attention"] + counted["mlp"]),
         streamed=offload,
+        window=config.sliding_window or 0,
+        windowed_layers=config.num_layers - config.windows.count(None),
+        experts=config.num_experts or 0,
+        experts_per_token=config.experts_per_token,
         **counted,
     )
 
@@ -201,10 +241,11 @@ def pass_parts(
     padded = rows * machine.device.tile * -(-nodes // machine.device.tile)
     per_slot = sizes.kv_bytes if slot_bytes is None else slot_bytes
     new_kv = tokens * sizes.kv_bytes  # written
+    slots = sizes.slots_per_layer(slots)
 
-    def linear(elements: int, itemsize: float, small: int = 0) -> Part:
+    def linear(elements: float, itemsize: float, small: int = 0, used: float | None = None) -> Part:
         moved = itemsize * elements + sizes.itemsize * small
-        return Part(bytes=moved / g, flops=2 * elements * padded / g)
+        return Part(bytes=moved / g, flops=2 * (elements if used is None else used) * padded / g)
 
     scores = sizes.num_layers * sizes.num_heads * sizes.head_dim * (slots + nodes)
     hidden = tokens * sizes.hidden_size * sizes.itemsize
@@ -212,7 +253,12 @@ def pass_parts(
     fetched = {HOST: Part(fetched=sizes.streamed_bytes / g)} if sizes.streamed else {}
     return {
         "projections": linear(sizes.attention, sizes.matrix_itemsize),
-        "MLP": linear(sizes.mlp, sizes.matrix_itemsize, sizes.small),
+        "MLP": linear(
+            sizes.mlp * sizes.active_share(tokens),
+            sizes.matrix_itemsize,
+            sizes.small,
+            sizes.mlp * (sizes.experts_per_token / sizes.experts if sizes.experts else 1),
+        ),
         "attention": Part(
             bytes=(rows * slots * per_slot + new_kv) / kv_shards(sizes, machine),
             flops=4 * padded * scores / g,
@@ -235,7 +281,7 @@ def memory_bytes(
     if sizes.streamed:  # two layers are on the device, the current and the next
         weights -= sizes.matrix_bytes
         weights += two_layers(round(sizes.matrix_bytes), sizes.num_layers)
-    cache = machine.rows(batch) * slots * slot_bytes
+    cache = machine.rows(batch) * sizes.slots_per_layer(slots, RING_SPARE) * slot_bytes
     return weights / machine.model + cache / kv_shards(sizes, machine)
 
 

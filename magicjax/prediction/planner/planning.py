@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from scipy.optimize import bisect
 
+from magicjax.model import RING_SPARE
 from magicjax.prediction.cost_model import (
     Draft,
     Machine,
@@ -240,7 +241,8 @@ def checked_free_memory(target: Sizes, machine: Machine, batch: int, context: in
     memory = machine.device.memory
     weights = memory_bytes(target, machine, batch, 0, 0)
     shards = kv_shards(target, machine)
-    rows = math.floor((memory - weights) * shards / (context * target.kv_bytes))
+    slots = target.slots_per_layer(context, RING_SPARE)
+    rows = math.floor((memory - weights) * shards / (slots * target.kv_bytes))
     remedy = (
         f"at most {rows * machine.data} rows fit; use a smaller batch or more devices"
         if rows > 0
