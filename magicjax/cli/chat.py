@@ -113,6 +113,7 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
       ValueError, OSError: invalid options; all checks run before weights are loaded.
     """
+    drafting.use_sampling_defaults(arguments)
     sampled = arguments.temperature != 0
     drafters = drafting.engine_drafters(arguments, sampled, "without --temperature")
     params = drafting.sampling_params(arguments, max_tokens=None)
@@ -120,6 +121,7 @@ def run(arguments: argparse.Namespace) -> None:
     shortest = [*_first_messages(arguments), {"role": "user", "content": "a"}]
     # An error if the template rejects such messages.
     least = len(chat_tokens(tokenizer, shortest)) + 1
+    drafting.show_sampling_defaults(arguments)
     adaptive = bool(drafters) and not arguments.no_adaptive
     config = _engine_config(arguments, least, adaptive)
     dtype = options.default_dtype(arguments.backend)

@@ -1,6 +1,7 @@
 """The options of drafters and sampling, which `generate` and `chat` share."""
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from magicjax.drafters.spec import (
     parse_all,
     resolve,
 )
+from magicjax.loading import sampling_defaults
 from magicjax.options import as_help, options_of
 from magicjax.plugins import installed
 from magicjax.trees.token_tree import Tree
@@ -118,9 +120,17 @@ def drafters_help() -> str:
     return "\n".join([*lines, f"drafters of installed packages: {others}"])
 
 
+SAMPLING_OPTIONS = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}  # and their defaults
+
+
 def add_sampling(parser: Any) -> None:
     """Adds the options of sampling, except for the verifier."""
     group = parser.add_argument_group("sampling")
+    group.add_argument(
+        "--do-sample",
+        action="store_true",
+        help="sample as the target's generation_config.json asks; other options have precedence",
+    )
     group.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy decoding")
     group.add_argument(
         "--top-k", type=int, default=0, help="number of tokens to sample from; default: 0, all"
@@ -129,6 +139,41 @@ def add_sampling(parser: Any) -> None:
         "--top-p", type=float, default=1.0, help="probability mass to sample from; default: 1, all"
     )
     group.add_argument("--seed", type=int, default=0, help="default: 0")
+
+
+def use_sampling_defaults(arguments: argparse.Namespace) -> None:
+    """With --do-sample, sets the options of sampling that are not given to the target's.
+
+    Raises:
+      ValueError: the target's files ask for no sampling, or for one that is not supported.
+    """
+    if not arguments.do_sample:
+        return
+    asked = sampling_defaults(arguments.target)
+    if unsupported := sorted(set(asked) - set(SAMPLING_OPTIONS)):
+        raise ValueError(
+            f"--do-sample: generation_config.json asks for {', '.join(unsupported)}, which is not "
+            "supported: pass --temperature, --top-k and --top-p instead"
+        )
+    if not asked:
+        raise ValueError(
+            "--do-sample: the target has no generation_config.json with settings of sampling: pass "
+            "--temperature"
+        )
+    for key, value in ({"temperature": 1.0} | asked).items():
+        if getattr(arguments, key) == SAMPLING_OPTIONS[key]:
+            setattr(arguments, key, value)
+
+
+def show_sampling_defaults(arguments: argparse.Namespace) -> None:
+    """Says on stderr if the target's files ask for sampling, and decoding is greedy."""
+    asked = {} if arguments.temperature else sampling_defaults(arguments.target)
+    if "temperature" in asked:
+        values = ", ".join(f"{key} {value:g}" for key, value in asked.items())
+        print(
+            f"greedy decoding; the model's generation_config.json asks for {values} (--do-sample)",
+            file=sys.stderr,
+        )
 
 
 def sampling_params(

@@ -157,6 +157,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
       ValueError, OSError: invalid input.
     """
+    drafting.use_sampling_defaults(arguments)
     _check(arguments)
     if not arguments.distributed:
         return _generate(arguments, text.interruptible())
@@ -248,6 +249,7 @@ def _generate(
     """Prints the text while it is generated. Options are validated before weights are loaded."""
     tokenizer = text.tokenizer_of(arguments)
     drafter, tree = speculation(arguments)
+    drafting.show_sampling_defaults(arguments)
     params = drafting.sampling_params(
         arguments,
         max_tokens=arguments.max_tokens,
