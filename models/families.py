@@ -182,6 +182,9 @@ _GPT2_DEFAULTS = {
 }
 _GPT2_SETTINGS = {**_PLAIN, **_BIASES, "positions": LearnedPositions()}
 
+# The text decoder of models that also read images, by their `model_type`: Gemma 3 from 4B on.
+TEXT_DECODERS: Mapping[str, str] = MappingProxyType({"gemma3": "gemma3_text"})
+
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "llama": Family(
@@ -338,6 +341,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             parts=("two_ropes", "query_scale", "alternating_window"),
             defaults={
                 **_GEMMA_DEFAULTS,
+                # The files of models with images omit all of these.
+                "vocab_size": 262208,
+                "num_attention_heads": 8,
                 "max_position_embeddings": 131072,
                 "rope_theta": 1000000.0,
                 "sliding_window_pattern": 6,

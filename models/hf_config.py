@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from models.decoder import DecoderConfig
-from models.families import FAMILIES, family_config
+from models.families import FAMILIES, TEXT_DECODERS, family_config
 from models.positions import Alibi, Rope
 
 # Keys without effect on the forward pass at inference.
@@ -254,6 +254,22 @@ def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
     config = family_config(name, **settings)
     reader.refuse_unread()
     return config
+
+
+def text_decoder(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the settings of the text decoder of a model that also reads images, or `raw`.
+
+    Raises ValueError if there are none.
+    """
+    family = TEXT_DECODERS.get(raw.get("model_type") or "")
+    if family is None:
+        return raw
+    text = raw.get("text_config")
+    if not isinstance(text, Mapping) or text.get("model_type") not in (family, None):
+        raise ValueError(
+            f"model_type={raw['model_type']!r} needs a text_config of model_type {family!r}: add it"
+        )
+    return {**text, "model_type": family}
 
 
 def _read_rope(reader: _Reader, settings: Settings) -> Settings:

@@ -173,6 +173,11 @@ def _stored(
         parameters = [np.asarray(x[tensor.path[-1]]) for tensor, x in zip(tensors, found)]
         return to_stored(tensors, parameters)
     assert form is not None
+    if first.experts is not None:
+        raise ValueError(
+            f"{first.name} has the matrices of all experts, which compressed-tensors does not store "
+            "quantized: load it with weights='none' to save it"
+        )
     matrices = [_matrix_of(x, form) for x in found]
     try:
         parts = _written_parts(_fused(first, matrices))

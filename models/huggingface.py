@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import pathlib
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -26,8 +27,8 @@ from models.build import BLOCK, ShardingFn, abstract_params, build
 from models.decoder import DecoderConfig
 from models.eagle import EagleConfig
 from models.eagle_checkpoints import tensors_of
-from models.families import FAMILIES
-from models.hf_config import drafter_head, read_config
+from models.families import FAMILIES, TEXT_DECODERS
+from models.hf_config import drafter_head, read_config, text_decoder
 from models.hf_tensors import (
     DTYPES,
     IGNORED,
@@ -56,6 +57,9 @@ from models.quantized_checkpoints import (
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 QUANTIZATION = "quantization_config"
+# Names of tensors in models that also read images: in the text decoder, and elsewhere.
+OF_TEXT = re.compile(r"^(?:model\.)?language_model\.")
+OF_IMAGES = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector)\.")
 # Settings of sampling in generation_config.json, and their values without an effect.
 SAMPLING_KEYS = {
     "temperature": None,
@@ -191,6 +195,7 @@ def load_config(path: str | os.PathLike) -> DecoderConfig:
     raw = _read_json(path / "config.json")
     raw = {key: value for key, value in raw.items() if key != QUANTIZATION}
     try:
+        raw = dict(text_decoder(raw))
         if eagle_checkpoints.may_be_head(raw):
             names = {eagle_checkpoints.canonical(name) for name in _tensors_in(path)}
             if eagle_checkpoints.is_head(raw, names):
@@ -310,6 +315,8 @@ def _scan(path: pathlib.Path, config: DecoderConfig) -> dict[str, Stored]:
         named = {eagle_checkpoints.canonical(name): where for name, where in stored.items()}
         unused = eagle_checkpoints.unused(config)
         return {name: x for name, x in named.items() if name not in unused}
+    if config.family in TEXT_DECODERS.values():
+        stored = {OF_TEXT.sub("", n): x for n, x in stored.items() if not OF_IMAGES.match(n)}
     prefix = FAMILIES[config.family].prefix
     known = prefix, UNEMBEDDING.removesuffix("weight")
     return {n if n.startswith(known) else prefix + n: where for n, where in stored.items()}

@@ -14,6 +14,7 @@ from models import experts
 from models.decoder import MixtureOfExperts
 from models.quantized import WeightFormat
 from pallas_kernels.cpu import build
+from tests.models.conftest import GOLDEN
 from tests.quick import quick
 
 CONFIG = models.DecoderConfig(
@@ -145,6 +146,22 @@ def test_the_bits_of_a_token_do_not_depend_on_its_neighbours(dtype):
     np.testing.assert_array_equal(few[0], whole[0, 3:8])
     for t in (0, 1, 69):
         np.testing.assert_array_equal(apply(params, x[:, t : t + 1])[0, 0], whole[0, t])
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen3_moe"])
+def test_quantized_experts_survive_a_round_trip(case, tmp_path):
+    first = models.load_checkpoint(GOLDEN / case, weights="int8")
+    models.save_checkpoint(tmp_path / "x", first.module, first.params)
+    second = models.load_checkpoint(tmp_path / "x")
+    assert second.module == first.module
+    assert jax.tree.all(jax.tree.map(np.array_equal, second.params, first.params))
+    exact = models.load_checkpoint(GOLDEN / case).params["params"]["layers_0"]["mlp"]
+    mlp = first.params["params"]["layers_0"]["mlp"]
+    np.testing.assert_array_equal(mlp["router"]["weight"], exact["router"]["weight"])
+    for name in ("gate", "up", "down"):
+        values = models.dequantize(mlp[name]["weight"], mlp[name]["scale"])
+        error = np.abs(values - exact[name]["weight"]).max(-1)
+        assert (error <= np.abs(exact[name]["weight"]).max(-1) / 128).all()
 
 
 @given(st.data())

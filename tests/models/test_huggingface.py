@@ -13,6 +13,7 @@ import safetensors.numpy
 
 import models
 from models import huggingface
+from tests.models.conftest import GOLDEN
 
 
 def assert_identical(found, expected):
@@ -69,6 +70,26 @@ def test_written_tensors_equal_those_that_were_read(golden, tmp_path):
         theirs |= safetensors.numpy.load_file(file)
     ours = safetensors.numpy.load_file(tmp_path / "x" / "model.safetensors")
     assert_identical(ours, theirs)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_text_decoder_of_a_model_that_reads_images(prefix, tmp_path):
+    tensors = safetensors.numpy.load_file(GOLDEN / "gemma3" / "model.safetensors")
+    named = {prefix + name.removeprefix("model."): values for name, values in tensors.items()}
+    images = ("vision_tower.layers.0.weight", "multi_modal_projector.weight")
+    named |= {name: np.zeros(3, np.float32) for name in images}
+    safetensors.numpy.save_file(named, tmp_path / "model.safetensors")
+    text = json.loads((GOLDEN / "gemma3" / "config.json").read_text())
+    raw = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}
+    raw |= {"eos_token_id": [1, 7], "vision_config": {"hidden_size": 8}}
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"text_config": text}))
+    found = models.load_checkpoint(tmp_path)
+    expected = models.load_checkpoint(GOLDEN / "gemma3")
+    assert (found.module, found.eos_token_ids) == (expected.module, (1, 7))
+    assert_identical(found.params, expected.params)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match="'gemma3' needs a text_config of model_type"):
+        models.load_checkpoint(tmp_path)
 
 
 def test_special_values_and_boxed_parameters_survive(tiny, tmp_path):
