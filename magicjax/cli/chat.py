@@ -52,6 +52,7 @@ class Session:
       tokenizer: of the target.
       messages: of the conversation so far.
       answers: all answers, also those before a /reset.
+      template_kwargs: variables of the chat template; None: none.
     """
 
     engine: magicjax.Engine
@@ -59,6 +60,7 @@ class Session:
     tokenizer: Any
     messages: Messages
     answers: tuple[Answer, ...] = ()
+    template_kwargs: dict[str, Any] | None = None
 
 
 def add(commands: Any) -> None:
@@ -78,6 +80,12 @@ def add(commands: Any) -> None:
         help="model directory, GGUF file, or name that `magicjax fetch` lists",
     )
     parser.add_argument("--tokenizer", help="tokenizer directory, if --target has no tokenizer")
+    parser.add_argument(
+        "--chat-template-kwargs",
+        type=_template_kwargs,
+        metavar="JSON",
+        help="variables of the chat template, such as '{\"enable_thinking\": false}' of Qwen3's",
+    )
     parser.add_argument("--system", metavar="TEXT", help="first message, of the role system")
     parser.add_argument(
         "--max-context",
@@ -120,7 +128,8 @@ def run(arguments: argparse.Namespace) -> None:
     tokenizer = text.tokenizer_of(arguments)
     shortest = [*_first_messages(arguments), {"role": "user", "content": "a"}]
     # An error if the template rejects such messages.
-    least = len(chat_tokens(tokenizer, shortest)) + 1
+    template_kwargs = arguments.chat_template_kwargs
+    least = len(chat_tokens(tokenizer, shortest, template_kwargs)) + 1
     drafting.show_sampling_defaults(arguments)
     adaptive = bool(drafters) and not arguments.no_adaptive
     config = _engine_config(arguments, least, adaptive)
@@ -129,7 +138,8 @@ def run(arguments: argparse.Namespace) -> None:
     drafter, tree = drafting.speculation(drafters, arguments.tree, load)
     target = text.unloaded_target(arguments, tokenizer, dtype)
     engine = magicjax.Engine(target, drafter, tree, config)
-    session = Session(engine, params, tokenizer, _first_messages(arguments))
+    first = _first_messages(arguments)
+    session = Session(engine, params, tokenizer, first, template_kwargs=template_kwargs)
     for line in _lines():
         if line.startswith("/"):
             next_session = _command(session, line, _first_messages(arguments))
@@ -175,6 +185,17 @@ def _engine_config(
 
 def _first_messages(arguments: argparse.Namespace) -> Messages:
     return [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
+
+
+def _template_kwargs(text: str) -> dict[str, Any]:
+    """Returns the variables of --chat-template-kwargs, for `argparse`."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return found
 
 
 def _lines() -> Iterator[str]:
@@ -244,7 +265,8 @@ def _answer(session: Session, message: str) -> Session:
     """
     engine, before = session.engine, session.engine.stats
     messages = [*session.messages, {"role": "user", "content": message}]
-    tokens, limit = chat_tokens(session.tokenizer, messages), engine.config.capacity
+    tokens = chat_tokens(session.tokenizer, messages, session.template_kwargs)
+    limit = engine.config.capacity
     assert limit is not None
     if len(tokens) >= limit:
         _note(

@@ -1,6 +1,7 @@
 """Prompts as token ids: texts, ids, the result of a tokenizer, or messages of a chat."""
 
 import numbers
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,13 @@ import numpy as np
 from jaxtyping import Int
 
 from magicjax.model import Model
+
+# Arguments of `apply_chat_template` and variables that it sets; no variables of a template.
+TEMPLATE_ARGUMENTS = frozenset(
+    {"messages", "conversation", "tools", "documents", "chat_template", "tokenize", "padding"}
+    | {"add_generation_prompt", "continue_final_message", "return_dict", "return_tensors"}
+    | {"truncation", "max_length", "tokenizer_kwargs", "return_assistant_tokens_mask"}
+)
 
 
 def prompts_of(prompts: Any) -> Sequence[Any]:
@@ -180,12 +188,22 @@ def _is_conversation(prompt: Any) -> bool:
     )
 
 
-def chat_tokens(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+def chat_tokens(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
     """Returns the token ids of messages in the tokenizer's chat template, up to the answer.
+
+    Args:
+      tokenizer: with a chat template.
+      messages: each with a role and a content.
+      template_kwargs: variables of the template, such as `enable_thinking` of Qwen3's.
 
     Raises:
       ValueError, TypeError: a message without a role and a content, a tokenizer without a chat
-        template, or a template that rejects the messages.
+        template, a variable that the template does not read, or a template that rejects the
+        messages.
     """
     import jinja2  # the language of templates
 
@@ -199,11 +217,23 @@ def chat_tokens(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[i
             "the tokenizer has no chat template: pass the prompt as text, or use a tokenizer with "
             "chat_template"
         )
+    for name in template_kwargs or ():
+        is_read = re.search(rf"\b{re.escape(name)}\b", _template(tokenizer))
+        if name in TEMPLATE_ARGUMENTS or not is_read:
+            raise ValueError(
+                f"chat_template_kwargs has {name!r}, which the chat template does not read: omit it"
+            )
     try:
         rendered = tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, return_dict=True
+            list(messages), add_generation_prompt=True, return_dict=True, **(template_kwargs or {})
         )
     except (jinja2.TemplateError, TypeError) as error:  # a content that is not a string
         roles = ", ".join(str(message["role"]) for message in messages)
         raise ValueError(f"the chat template rejects messages of {roles}: {error}") from error
     return rendered["input_ids"]
+
+
+def _template(tokenizer: Any) -> str:
+    """Returns the source of a chat template; of several named ones, all."""
+    template = tokenizer.chat_template
+    return template if isinstance(template, str) else "\n".join(map(str, template.values()))

@@ -164,6 +164,9 @@ class ChatBody(_Body):
         "content (a text, or a list of parts of type text)",
     )
     max_completion_tokens: int | None = Field(None, ge=1, description="a whole number, 1 or more")
+    chat_template_kwargs: dict[str, Any] | None = Field(  # vLLM's
+        None, description="an object of variables of the chat template"
+    )
     logprobs: bool | None = Field(None, description="true or false")
     top_logprobs: int | None = Field(
         None,

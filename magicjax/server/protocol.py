@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Int
 from pydantic_core import from_json
 
-from magicjax.decoding.prompts import token_ids
+from magicjax.decoding.prompts import chat_tokens, token_ids
 from magicjax.engine.config import EngineConfig
 from magicjax.grammars import json_schema, trial
 from magicjax.grammars.arena import automaton_of
@@ -121,7 +121,8 @@ def parse_chat(data: bytes, served: Served) -> Generation:
     messages = [{"role": message.role, "content": message.text} for message in body.messages]
 
     def prompts() -> list[Int[np.ndarray, "T"]]:
-        return token_ids(served.target, [messages])
+        tokens = chat_tokens(served.target.tokenizer, messages, body.chat_template_kwargs)
+        return token_ids(served.target, [tokens])
 
     return _generation(body, _tokens(prompts, "messages"), n, params, fields)
 

@@ -7,6 +7,7 @@ import pathlib
 import pty
 import re
 import select
+import shutil
 import subprocess
 import sys
 import time
@@ -199,6 +200,43 @@ def test_a_full_context_ends_answers_and_refuses_messages_in_one_line(talk):
         "the conversation has 30 tokens with this message, and --max-context 24 leaves no room for "
         "an answer: shorten the message, or start a new conversation (/reset)",
     ]
+
+
+@pytest.fixture
+def sampling_model(model, tmp_path):
+    """Returns a function that copies the model with settings in generation_config.json."""
+
+    def copy(**settings):
+        path = shutil.copytree(model, tmp_path / f"model {len([*tmp_path.iterdir()])}")
+        (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 0} | settings))
+        return path
+
+    return copy
+
+
+def test_sampling_is_what_the_files_ask_for(sampling_model, run):
+    prompt = ("--prompt", "abc", "--max-tokens", "40")
+
+    def text(target, *options):
+        code, output, errors = run("generate", "--target", target, *prompt, *options)
+        assert code == 0
+        return output.splitlines()[0], errors
+
+    hot = sampling_model(temperature=50.0, top_k=30, min_p=0.0, repetition_penalty=1.0)
+    sampled, _ = text(hot, "--do-sample")
+    assert (sampled, "") == (text(hot, "--temperature", "50", "--top-k", "30")[0], "")
+    assert text(hot, "--do-sample", "--top-k", "2")[0] != sampled
+    greedy, errors = text(hot)
+    assert greedy != sampled and greedy == text(sampling_model())[0]
+    assert "asks for temperature 50, top_k 30 (--do-sample)" in errors
+    for settings, message in (
+        (dict(temperature=0.6, min_p=0.1, repetition_penalty=1.2), "min_p, repetition_penalty"),
+        ({}, "no generation_config.json with settings of sampling"),
+    ):
+        code, _, errors = run(
+            "generate", "--target", sampling_model(**settings), *prompt, "--do-sample"
+        )
+        assert code != 0 and message in errors
 
 
 def test_generate_answers_a_message_in_the_chat_template(model, run):

@@ -23,7 +23,7 @@ TEMPLATE = (
     "{% for m in messages %}"
     "{% if m.role == 'assistant' and loop.first %}{{ raise_exception('who asked?') }}{% endif %}"
     "[{{ m.role }}]{{ m.content }}"
-    "{% endfor %}[assistant]"
+    "{% endfor %}[assistant]{% if enable_thinking %}<think>{% endif %}"
 )
 
 

@@ -93,6 +93,21 @@ def test_a_chat_is_answered_in_the_template(target, client):
     assert again.choices[0].message.content == choice.message.content
 
 
+def test_variables_of_the_template(target, client):
+    def answer(**variables):
+        return chat(client, extra_body={"chat_template_kwargs": variables})
+
+    thinking = np.array(chat_tokens(target.tokenizer, MESSAGES, {"enable_thinking": True}))
+    assert target.tokenizer.decode(thinking).endswith("[assistant]<think>")
+    choice = answer(enable_thinking=True).choices[0]
+    assert choice.message.content == text(target, thinking)
+    without = answer(enable_thinking=False).choices[0].message.content
+    assert without == chat(client).choices[0].message.content != choice.message.content
+    for name in ("thinking", "tokenize", "enable"):
+        with pytest.raises(openai.BadRequestError, match=f"'{name}', which the chat template does"):
+            answer(**{name: True})
+
+
 def test_the_counts_of_tokens_are_those_of_the_loop(target, client):
     output = generate(target, PROMPTS[0], max_tokens=40)
     usage = completion(client, PROMPTS[0], max_tokens=40).usage
