@@ -175,7 +175,7 @@ def _stored(
     assert form is not None
     if first.experts is not None:
         raise ValueError(
-            f"{first.name} has the matrices of all experts, which compressed-tensors does not store "
+            f"{first.name} has the matrices of all experts, which compressed-tensors cannot store "
             "quantized: load it with weights='none' to save it"
         )
     matrices = [_matrix_of(x, form) for x in found]
