@@ -1,6 +1,7 @@
 """Models with sliding windows, over texts that wrap the rings of their caches several times."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,9 @@ import pytest
 import magicjax
 import models
 from magicjax.kv_cache import full_cache
+from magicjax.kv_cache.prefill import prefill_cache
 from magicjax.model import RING_SPARE, layer_slots
+from magicjax.settings import StatsSpec
 from tests.magicjax import keywords, tiny
 from tests.magicjax.recomputation import rerun
 from tests.quick import quick
@@ -181,3 +184,29 @@ def test_an_engine_goes_on_from_the_end_of_a_text_only(drafting):
     # Most of this text is stored, but the rings no longer have the end of what it shares.
     shared = np.concatenate([turn[: len(text) - RING_SPARE], np.arange(20)])
     assert checked(running, [shared], 20) == [0]
+
+
+@pytest.mark.parametrize("drafting", quick(["plain", "snapkv", "near", "cascade"], "cascade"))
+def test_caches_are_those_of_a_prefill(drafting):
+    """After rounds of any length, every position that can be seen is in its slot."""
+    running, text = engine(drafting), prompts()[0]
+    found = running.submit(text, magicjax.SamplingParams(max_tokens=60)).result().tokens
+    (entry,) = running._prefixes._entries
+    whole = np.concatenate([text, found])[:-1]
+    np.testing.assert_array_equal(entry.tokens, whole)
+    tokens = np.zeros((1, WIDTH), np.int32)
+    tokens[0, : len(whole)] = whole
+    capacity = entry.cache.k[1].shape[2]
+    settings = types.SimpleNamespace(chunk=128, capacity=capacity, backend=None)
+
+    @jax.jit
+    def prefill(tokens, length):
+        return prefill_cache(model(), tokens, length, settings, StatsSpec())[0]
+
+    fresh = prefill(tokens, np.array([len(whole)]))
+    for layer, window in enumerate(model().windows):
+        position = np.arange(len(whole) if window is None else WINDOW)
+        slots = (len(whole) - 1 - position) % entry.cache.k[layer].shape[2]
+        for mine, expected in zip((entry.cache.k, entry.cache.v), (fresh.k, fresh.v), strict=True):
+            a, b = (np.asarray(x[layer])[:, :, slots] for x in (mine, expected))
+            assert np.abs(a - b).max() < 1e-4 * np.abs(b).max()
