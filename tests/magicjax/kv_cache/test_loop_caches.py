@@ -107,8 +107,8 @@ def of_layers(cache, layers: str | None):
     if layers is None:
         return cache
     chosen = [int(layer) for layer in layers.split(",")]
-    k, v = (tuple(x[layer] for layer in chosen) for x in (cache.k, cache.v))
-    return cache.replace(k=k, v=v)
+    parts = {name: getattr(cache, name) for name in ("k", "v", "windows")}
+    return cache.replace(**{name: tuple(x[i] for i in chosen) for name, x in parts.items()})
 
 
 def check_text(state, texts) -> None:
@@ -186,7 +186,7 @@ def check_every_round(kind, tree, prompts, dtype, tolerance, **options) -> None:
             elif isinstance(member, magicjax.SelfSpeculation):
                 check_draft_cache(own.cache, of_layers(state.cache, member.layers))
             elif isinstance(member, magicjax.PageRetrieval):
-                test_pages.check_bounds(own.bounds, state.cache)
+                test_pages.check_bounds(own.bounds, of_layers(state.cache, member.layers))
             elif isinstance(member, magicjax.Eagle):
                 check_head(own, member, request.target, texts, tolerance)
             elif isinstance(member, magicjax.PromptLookup):

@@ -162,11 +162,14 @@ def append_paths(rng, cache, bounds, rounds: int, nodes: int, depth: int, update
 
 def check_bounds(bounds, cache) -> None:
     """Asserts that the bounds are exactly those of the committed keys of each page."""
-    slots = cache.k[0].shape[2]
-    page_size = slots // bounds.low[0].shape[2]
-    live = (np.arange(slots) < np.asarray(cache.lengths)[:, None])[:, None, :, None]
-    for low, high, keys in zip(bounds.low, bounds.high, cache.k, strict=True):
-        keys = np.asarray(keys, np.float64)
+    layers = zip(bounds.low, bounds.high, cache.k, cache.windows, strict=True)
+    for low, high, keys, window in layers:
+        if window is not None:  # has no pages
+            assert low.shape[2] == high.shape[2] == 0
+            continue
+        keys, slots = np.asarray(keys, np.float64), keys.shape[2]
+        page_size = slots // low.shape[2]
+        live = (np.arange(slots) < np.asarray(cache.lengths)[:, None])[:, None, :, None]
         for page in range(low.shape[2]):
             part = np.s_[:, :, page * page_size : (page + 1) * page_size]
             wanted_low = np.where(live, keys, np.inf)[part].min(2)
