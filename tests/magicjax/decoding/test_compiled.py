@@ -1,6 +1,7 @@
 """The compiled loop writes caches in place and copies none."""
 
 import collections
+import dataclasses
 import re
 
 import jax
@@ -26,6 +27,7 @@ WIDE = tiny.config(head_dim=64, max_positions=20_000)
 # Caches differ in size to be distinguishable: the drafter's has one more head.
 SMALL = tiny.config(head_dim=64, max_positions=20_000, num_heads=3, num_kv_heads=3, num_layers=1)
 PROMPT, BUDGET = 16000, 1000
+SPARSE = magicjax.SelfSpeculation("snapkv", BUDGET, refresh_every=4)
 
 DRAFTS = {
     "plain": (None, None),
@@ -80,7 +82,7 @@ def request_of(name: str):
         "self": own,
         "small": small,
         "ensemble": magicjax.Ensemble([own, small, prompt_lookup]),
-        "snapkv": magicjax.SelfSpeculation("snapkv", BUDGET, refresh_every=4),
+        "snapkv": SPARSE,
         "h2o": magicjax.SelfSpeculation("h2o", BUDGET, refresh_every=4),
         "pyramidkv": magicjax.SelfSpeculation("pyramidkv", BUDGET),
         "int8": magicjax.SelfSpeculation("streaming", BUDGET, kv_dtype="int8"),
@@ -184,6 +186,20 @@ def test_the_loop_copies_no_cache_and_needs_little_memory_beside_them(name):
     assert memory.temp_size_in_bytes < 2 * scores + 3e6 < keys
     # The state's memory is taken over, so no second set of caches exists.
     assert memory.alias_size_in_bytes >= held
+
+
+@pytest.mark.parametrize("drafter", quick([None, magicjax.PromptLookup(), SPARSE], SPARSE))
+def test_the_loop_copies_no_ring(drafter):
+    config = dataclasses.replace(WIDE, sliding_window=600, full_layers=(1,))
+    tree = None if drafter is None else magicjax.chain(4)
+    options = dict(drafter=drafter, tree=tree, max_tokens=32, eos_token_id=tiny.NEVER)
+    request = keywords.prepare(shaped(config), [np.zeros(PROMPT, np.int32)] * 2, **options)
+    state = state_shapes(request)
+    arguments = request.loop_arguments(state)
+    program = program_cache.program("decode", request.settings, *arguments)
+    sizes = {f"layer {i}": keys.size for i, keys in enumerate(state.cache.k)}
+    assert sizes["layer 0"] < sizes["layer 1"] / 9
+    assert moved_caches(program, sizes) == {}
 
 
 def test_a_commit_without_data_dependence_on_its_reads_copies_the_cache(monkeypatch):
