@@ -96,8 +96,9 @@ def test_texts_are_those_of_full_recomputation(kind, drafting):
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_a_window_off_by_one_has_other_texts(shift):
     """Negative control."""
-    wrong = rerun(model(), prompts(), NEW, WIDTH, shift)
-    assert all((a != b).any() for a, b in zip(wrong, expected("mixed"), strict=True))
+    wrong = rerun(model(), prompts()[:3], 30, WIDTH, shift)  # longer than the window
+    for row, text in zip(wrong, expected("mixed")):
+        assert (row != text[:30]).any()
 
 
 def test_a_ring_without_its_oldest_position_has_other_texts(monkeypatch):
