@@ -44,10 +44,21 @@ def _check_linear() -> str | None:
                 where = f"linear, {case}, x in {jnp.dtype(dtype)}"
                 if mismatch := _mismatch(where, y, expected, 1e-5):
                     return mismatch
+            if mismatch := _check_expert(f"linear, expert, {case}", rows, matrices[1], actual[1]):
+                return mismatch
             alone = linear.products(rows[:1], matrices, 1, jnp.float32)
             if any((one[0] != y[0]).any() for one, y in zip(alone, actual, strict=True)):
                 return f"linear, {case}, x in {jnp.dtype(dtype)}: a row has other bits alone"
     return None
+
+
+def _check_expert(where: str, x: Any, matrix: Matrix, expected: Any) -> str | None:
+    """Returns the first mismatch of a matrix that is the second of two experts'."""
+    weight = jnp.stack([jnp.zeros_like(matrix.weight), matrix.weight])
+    parts = [part if part is None else jnp.stack([part, part], 1) for part in matrix[1:]]
+    both = Matrix(weight, *parts)
+    (actual,) = linear.products(x, [both], 1, jnp.float32, jnp.int32(1))
+    return None if (actual == expected).all() else f"{where}: an expert has other bits alone"
 
 
 def _rounded(weight: np.ndarray, bits: int, groups: int) -> Matrix:
@@ -85,7 +96,13 @@ def _check_attention() -> str | None:
     scales = scales.reshape(values[0].shape[:3])
     int8 = [Quantized(jnp.asarray(x, jnp.int8), jnp.asarray(scales), 8) for x in values]
     wide = [q, *(x * scales[..., None] for x in values), k_new, v_new]
-    return _compare_attention("tree_attention, int8 cache", [q, *int8, k_new, v_new], wide, 1, 1e-5)
+    where = "tree_attention, int8 cache"
+    if mismatch := _compare_attention(where, [q, *int8, k_new, v_new], wide, 1, 1e-5):
+        return mismatch
+    inputs = [q, k_prefix[:, :, :64], v_prefix[:, :, :64], k_new, v_new]
+    seen_from = np.array([[0], [20], [600]], np.int32) + np.arange(9, dtype=np.int32)
+    lengths = np.array([0, 75, 640], np.int32)
+    return _compare_attention("tree_attention, ring", inputs, inputs, 1, 1e-5, lengths, seen_from)
 
 
 def _attention_inputs(rows: int, nodes: int, other_rows: int) -> list[np.ndarray]:
@@ -98,16 +115,23 @@ def _attention_inputs(rows: int, nodes: int, other_rows: int) -> list[np.ndarray
 
 
 def _compare_attention(
-    where: str, inputs: list, wide: list, first_row: int | None, tolerance: float
+    where: str,
+    inputs: list,
+    wide: list,
+    first_row: int | None,
+    tolerance: float,
+    lengths: np.ndarray | None = None,
+    seen_from: np.ndarray | None = None,
 ) -> str | None:
     """Returns the first mismatch with the reference on the same inputs in float32."""
     rows, nodes = inputs[0].shape[:2]
-    lengths = np.resize(np.array([0, 75, 37], np.int32), rows)
+    if lengths is None:
+        lengths = np.resize(np.array([0, 75, 37], np.int32), rows)
     mask = np.random.default_rng(1).random((rows, nodes, nodes)) < 0.5
     mask[:, -1] = nodes == 1  # of a tree, the last query of row 0 sees no key
     wide = [x.astype(np.float32) for x in wide]
     actual, expected = (
-        jax.jit(attend)(*x[:3], lengths, *x[3:], mask, first_row)
+        jax.jit(attend)(*x[:3], lengths, *x[3:], mask, first_row, seen_from)
         for attend, x in ((attention.attend, inputs), (reference.attend, wide))
     )
     # The lse of a query that sees no key is -1e29, which would hide the others.
