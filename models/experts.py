@@ -84,6 +84,7 @@ def run_experts(
     into: Sequence[Projection],
     activate: Callable[..., Array],
     out_of: Projection,
+    num_experts: int,
     first_expert: Int[Array, ""] | int = 0,
 ) -> Float[Array, "N E"]:
     """Returns the weighted sum of each token's experts among those of this device.
@@ -94,13 +95,14 @@ def run_experts(
       into: the first linear maps, with the experts as first axis of their outputs.
       activate: returns the hidden units, given the results of `into`.
       out_of: the last linear map, likewise.
+      num_experts: X, on all devices.
       first_expert: the number of this device's first expert.
     """
     tokens, count = experts.shape
     first_maps, last_map = [_Map.of(each) for each in into], _Map.of(out_of)
-    num_experts = last_map.matrix.weight.shape[0]
     size = block_size(tokens, tokens * count / num_experts)
-    blocks = blocks_of(experts.reshape(-1) - first_expert, num_experts, size)
+    local_experts = last_map.matrix.weight.shape[0]
+    blocks = blocks_of(experts.reshape(-1) - first_expert, local_experts, size)
     flat_weights = weights.reshape(-1)
 
     def run(i, total):

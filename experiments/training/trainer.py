@@ -91,10 +91,16 @@ def logits_of(model: nn.Module, params, tokens: Int[Array, "B T"]) -> Float[Arra
     Raises ValueError for models that `causal_attend` does not support.
     """
     config = model.config
-    if any(config.windows) or config.attention_softcap is not None or config.attention_sinks:
+    unsupported = {
+        "sliding windows": any(config.windows),
+        "capped scores": config.attention_softcap is not None,
+        "attention sinks": config.attention_sinks,
+        "experts": config.num_experts is not None,
+    }
+    if found := [name for name, has in unsupported.items() if has]:
         raise ValueError(
-            f"a model of the family {config.family!r} with sliding windows, capped scores or "
-            "attention sinks cannot be trained: use another family"
+            f"a model of the family {config.family!r} with {' and '.join(found)} cannot be "
+            "trained: use another family"
         )
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     hidden, _, _ = model.apply(params, tokens, positions, causal_attend)

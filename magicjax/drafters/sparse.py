@@ -107,9 +107,9 @@ class SparseSettings:
                 f"budget={self.budget} leaves no pinned slots besides a ring of {self.ring}: use a "
                 "larger budget, or a smaller `recent`"
             )
+        self._check_windows(model, needed, because)
         layers = model.windows.count(None)
         if not layers:
-            self._check_windows(model, needed, because)
             return
         pinned, total = self.policy.pinned(self.budget, layers), layers * self.num_pinned
         if len(pinned) != layers or min(pinned) < 0 or sum(pinned) != total:
@@ -119,8 +119,14 @@ class SparseSettings:
             )
 
     def _check_windows(self, model: Model, needed: int, because: str) -> None:
-        """Raises ValueError unless the policy suits a model whose layers all have windows."""
-        if not isinstance(self.policy, StreamingLLM):
+        """Raises ValueError if the policy or a round does not suit layers with sliding windows."""
+        rings = [window_slots(window, self.budget) for window in model.windows if window]
+        if rings and min(rings) < needed:
+            raise ValueError(
+                f"layers with a sliding window have a ring of {min(rings)} slots in a draft cache, "
+                f"and it needs at least {because} = {needed}: use a shallower tree"
+            )
+        if rings and None not in model.windows and not isinstance(self.policy, StreamingLLM):
             raise ValueError(
                 f"policy={self.policy!r}: every layer of the model has a sliding window, and a "
                 "sparse cache keeps the newest entries of such layers; use policy='streaming'"

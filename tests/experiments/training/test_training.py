@@ -52,6 +52,20 @@ def test_chunked_attention_equals_one_dense_softmax(length, monkeypatch):
     np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(sliding_window=8), "with sliding windows cannot be trained"),
+        (dict(num_experts=4, experts_per_token=2), "with experts cannot be trained"),
+        (dict(attention_softcap=5.0, attention_sinks=True), "capped scores and attention sinks"),
+    ],
+)
+def test_models_that_cannot_be_trained_are_errors(changes, message):
+    module = models.build(dataclasses.replace(CONFIG, **changes))
+    with pytest.raises(ValueError, match=message):
+        trainer.logits_of(module, None, jnp.zeros((1, 4), jnp.int32))
+
+
 @pytest.mark.slow
 def test_a_killed_run_resumes_to_the_same_weights(tmp_path, monkeypatch):
     module = models.build(CONFIG)
