@@ -438,8 +438,7 @@ class MixtureOfExperts(nn.Module):
         rows = x.reshape(-1, x.shape[-1])
         chosen = experts.choose(router(rows), c.experts_per_token, c.normalize_experts)
         first = collectives.axis_index(self.split.axes) * local[0] if self.split.axes else 0
-        maps = into, c.activate, out_of
-        out = experts.run_experts(rows, *chosen, *maps, c.num_experts, first)
+        out = experts.run_experts(rows, *chosen, into, c.activate, out_of, c.num_experts, first)
         return collectives.psum(out.astype(x.dtype), self.split.axes).reshape(x.shape)
 
 
