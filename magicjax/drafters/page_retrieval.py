@@ -128,7 +128,13 @@ class PageRetrieval(TargetDrafter):
         """Raises ValueError if no page can be chosen, or the target cannot draft `tree`."""
         super().check(target, tree, depth, context)
         check_context(target, self.budget)
-        if all(self.part_of(target).windows):
+        windows = self.part_of(target).windows
+        if target.offload and any(windows):
+            raise ValueError(
+                "page retrieval by an offloaded target with sliding windows is not supported: use "
+                "another drafter, or load the target without offload"
+            )
+        if all(windows):
             raise ValueError(
                 "every layer of the target that drafts has a sliding window, and such layers are "
                 "read as they are: use self:streaming, or another drafter"

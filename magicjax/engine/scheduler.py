@@ -88,10 +88,14 @@ class PrefillRule:
         if self.whole:
             return [Piece(0, length, self.chunk)]
         pieces, first = [], max(0, cached - self.overlap)
-        while length - first > self.largest:
-            pieces.append(Piece(first, first + self.largest, self.largest))
-            first += self.largest
-        return [*pieces, Piece(max(0, min(first, length - self.window)), length, self.chunk)]
+        # The last piece has the window, and computes no token again that an earlier piece did: the
+        # rings of layers with sliding windows no longer have what these tokens see.
+        last = max(0, length - self.window)
+        while length - first > self.largest and first < last:
+            end = min(first + self.largest, last)
+            pieces.append(Piece(first, end, self.largest))
+            first = end
+        return [*pieces, Piece(min(first, last), length, self.chunk)]
 
 
 class Scheduler[Handle: HasRequest]:

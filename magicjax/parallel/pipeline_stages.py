@@ -31,8 +31,8 @@ def check_layers(config: Any, stages: int) -> None:
         below, above = max(n for n in divisors if n < stages), [n for n in divisors if n > stages]
         nearest = " or ".join(map(str, [below, *above[:1]]))
         raise ValueError(f"stage={stages} does not divide its {layers} layers: use {nearest}")
-    windows = getattr(config, "windows", (None,) * layers)
-    if any(windows[i] != windows[i % (layers // stages)] for i in range(layers)):
+    slides = getattr(config, "slides", (False,) * layers)
+    if any(slides[i] != slides[i % (layers // stages)] for i in range(layers)):
         raise ValueError(
             f"stage={stages} gives stages different layers with sliding windows, and all stages "
             "must be alike: use another number, or a mesh without stages"

@@ -73,6 +73,10 @@ def draftings(kind: str) -> dict[str, dict]:
             "h2o": dict(drafter=magicjax.SelfSpeculation("h2o", 64), tree=tiny.TREES["2,2,1"]),
             "pyramid": dict(drafter=magicjax.SelfSpeculation("pyramidkv", 64)),
             "quest": dict(drafter=magicjax.PageRetrieval(64, page_size=4)),
+            # More queries than a ring has spare slots: no token of a prompt may be prefilled twice.
+            "wide window": dict(
+                drafter=magicjax.SelfSpeculation(magicjax.policies.SnapKV(window=200), 256)
+            ),
             "near sparse": dict(drafter=magicjax.SmallModel(model(kind, 0.03), **sparse)),
             "layers": dict(drafter=magicjax.SelfSpeculation(budget=64, layers="0-1,3")),
             "eagle": dict(drafter=magicjax.Eagle(tiny.head(model(kind)))),
@@ -154,6 +158,12 @@ def test_options_that_windows_rule_out_are_errors():
             keywords.generate(windowed, text, **OPTIONS, drafter=drafter)
 
 
+def test_page_retrieval_by_an_offloaded_model_is_an_error():
+    with pytest.raises(ValueError, match="page retrieval by an offloaded target with sliding"):
+        drafter = magicjax.PageRetrieval(64, page_size=4)
+        keywords.generate(magicjax.offload(model()), [[1, 2]], **OPTIONS, drafter=drafter)
+
+
 def test_a_tree_deeper_than_the_ring_of_a_draft_is_an_error():
     options = OPTIONS | dict(drafter=magicjax.SelfSpeculation(budget=200), tree=magicjax.chain(64))
     with pytest.raises(ValueError, match="have a ring of 64 slots in a draft cache, and it needs"):
@@ -193,7 +203,10 @@ def test_an_engine_goes_on_from_the_end_of_a_text_only(drafting):
     assert checked(running, [shared], 20) == [0]
 
 
-@pytest.mark.parametrize("drafting", quick(["plain", "snapkv", "near", "cascade"], "cascade"))
+CACHES = ["plain", "snapkv", "near", "cascade", "wide window"]
+
+
+@pytest.mark.parametrize("drafting", quick(CACHES, "cascade", "wide window"))
 def test_caches_are_those_of_a_prefill(drafting):
     """After rounds of any length, every position that can be seen is in its slot."""
     running, text = engine(drafting), prompts()[0]
