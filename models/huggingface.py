@@ -28,7 +28,7 @@ from models.decoder import DecoderConfig
 from models.eagle import EagleConfig
 from models.eagle_checkpoints import tensors_of
 from models.families import FAMILIES, TEXT_DECODERS
-from models.hf_config import drafter_head, read_config, text_decoder
+from models.hf_config import check_type, drafter_head, read_config, text_decoder
 from models.hf_tensors import (
     DTYPES,
     IGNORED,
@@ -60,7 +60,7 @@ QUANTIZATION = "quantization_config"
 # Names of tensors in models that also read images: in the text decoder, and elsewhere.
 OF_TEXT = re.compile(r"^(?:model\.)?language_model\.")
 OF_IMAGES = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector)\.")
-# Settings of sampling in generation_config.json, and their values without an effect.
+# Settings in generation_config.json that change a sampled text, and their values without an effect.
 SAMPLING_KEYS = {
     "temperature": None,
     "top_k": 0,
@@ -71,7 +71,11 @@ SAMPLING_KEYS = {
     "eta_cutoff": 0.0,
     "repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,
+    "guidance_scale": 1.0,
+    "bad_words_ids": None,
+    "suppress_tokens": None,
 }
+SAMPLING_TYPES = {"temperature": float, "top_k": int, "top_p": float}  # of those that are used
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -262,13 +266,25 @@ def special_tokens(path: pathlib.Path) -> dict[str, Any]:
 def sampling_defaults(path: pathlib.Path) -> dict[str, Any]:
     """Returns the settings of sampling in generation_config.json that change the text.
 
-    Those without an effect, such as a repetition penalty of 1, are left out.
+    Those without an effect, such as a repetition penalty of 1, are left out. Without `do_sample`
+    they are taken as asked for, as by the cards of many models; if it is false, there are none.
+
+    Raises ValueError for a value of another type.
     """
     if not (path / "generation_config.json").is_file():
         return {}
     generation = _read_json(path / "generation_config.json")
+    sample = generation.get("do_sample")
+    if sample is False:
+        return {}
+    if sample:
+        generation = {"temperature": 1.0} | {k: x for k, x in generation.items() if x is not None}
     found = {key: generation.get(key) for key in SAMPLING_KEYS}
-    return {key: x for key, x in found.items() if x is not None and x != SAMPLING_KEYS[key]}
+    found = {key: x for key, x in found.items() if x is not None and x != SAMPLING_KEYS[key]}
+    for key, kind in SAMPLING_TYPES.items():
+        if key in found:
+            check_type(key, found[key], kind, "generation_config.json")
+    return found
 
 
 def _weight_files(path: pathlib.Path) -> list[pathlib.Path]:

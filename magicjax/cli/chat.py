@@ -121,7 +121,7 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
       ValueError, OSError: invalid options; all checks run before weights are loaded.
     """
-    drafting.use_sampling_defaults(arguments)
+    drafting.resolve_sampling(arguments)
     sampled = arguments.temperature != 0
     drafters = drafting.engine_drafters(arguments, sampled, "without --temperature")
     params = drafting.sampling_params(arguments, max_tokens=None)

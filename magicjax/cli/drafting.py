@@ -131,38 +131,34 @@ def add_sampling(parser: Any) -> None:
         action="store_true",
         help="sample as the target's generation_config.json asks; other options have precedence",
     )
-    group.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy decoding")
+    group.add_argument("--temperature", type=float, help="default: 0, greedy decoding")
+    group.add_argument("--top-k", type=int, help="number of tokens to sample from; default: 0, all")
     group.add_argument(
-        "--top-k", type=int, default=0, help="number of tokens to sample from; default: 0, all"
-    )
-    group.add_argument(
-        "--top-p", type=float, default=1.0, help="probability mass to sample from; default: 1, all"
+        "--top-p", type=float, help="probability mass to sample from; default: 1, all"
     )
     group.add_argument("--seed", type=int, default=0, help="default: 0")
 
 
-def use_sampling_defaults(arguments: argparse.Namespace) -> None:
-    """With --do-sample, sets the options of sampling that are not given to the target's.
+def resolve_sampling(arguments: argparse.Namespace) -> None:
+    """Sets the options of sampling that are not given: with --do-sample, to the target's.
 
     Raises:
       ValueError: the target's files ask for no sampling, or for one that is not supported.
     """
-    if not arguments.do_sample:
-        return
-    asked = sampling_defaults(arguments.target)
+    asked = sampling_defaults(arguments.target) if arguments.do_sample else {}
     if unsupported := sorted(set(asked) - set(SAMPLING_OPTIONS)):
         raise ValueError(
             f"--do-sample: generation_config.json asks for {', '.join(unsupported)}, which is not "
             "supported: pass --temperature, --top-k and --top-p instead"
         )
-    if not asked:
+    if arguments.do_sample and not asked:
         raise ValueError(
-            "--do-sample: the target has no generation_config.json with settings of sampling: pass "
+            "--do-sample: the target has no generation_config.json that asks for sampling: pass "
             "--temperature"
         )
-    for key, value in ({"temperature": 1.0} | asked).items():
-        if getattr(arguments, key) == SAMPLING_OPTIONS[key]:
-            setattr(arguments, key, value)
+    for key, default in SAMPLING_OPTIONS.items():
+        if getattr(arguments, key) is None:
+            setattr(arguments, key, asked.get(key, default))
 
 
 def show_sampling_defaults(arguments: argparse.Namespace) -> None:

@@ -157,7 +157,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
       ValueError, OSError: invalid input.
     """
-    drafting.use_sampling_defaults(arguments)
+    drafting.resolve_sampling(arguments)
     _check(arguments)
     if not arguments.distributed:
         return _generate(arguments, text.interruptible())

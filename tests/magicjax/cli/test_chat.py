@@ -226,12 +226,15 @@ def test_sampling_is_what_the_files_ask_for(sampling_model, run):
     sampled, _ = text(hot, "--do-sample")
     assert (sampled, "") == (text(hot, "--temperature", "50", "--top-k", "30")[0], "")
     assert text(hot, "--do-sample", "--top-k", "2")[0] != sampled
+    assert text(hot, "--do-sample", "--top-k", "0")[0] == text(hot, "--temperature", "50")[0]
     greedy, errors = text(hot)
     assert greedy != sampled and greedy == text(sampling_model())[0]
     assert "asks for temperature 50, top_k 30 (--do-sample)" in errors
     for settings, message in (
         (dict(temperature=0.6, min_p=0.1, repetition_penalty=1.2), "min_p, repetition_penalty"),
-        ({}, "no generation_config.json with settings of sampling"),
+        ({}, "no generation_config.json that asks for sampling"),
+        (dict(temperature=0.6, do_sample=False), "no generation_config.json that asks"),
+        (dict(temperature="0.6"), "temperature '0.6' must be a number: correct generation_config"),
     ):
         code, _, errors = run(
             "generate", "--target", sampling_model(**settings), *prompt, "--do-sample"
