@@ -188,6 +188,10 @@ class DecoderConfig:
                 f"num_experts={self.num_experts}, experts_per_token={self.experts_per_token}: a "
                 "token uses from 1 to num_experts experts; without experts, omit both"
             )
+        for name in ("query_scale", "attention_softcap", "logits_softcap", "swiglu_limit"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"{name}={value}: it must be a finite number above 0")
         if self.swiglu_limit is not None and not self.gated:
             raise ValueError(f"swiglu_limit={self.swiglu_limit} requires gated=True")
         if isinstance(self.positions, Alibi) and self.max_positions > ALIBI_POSITIONS:
@@ -245,10 +249,10 @@ class DecoderConfig:
         window = self.sliding_window
         if window is not None and window >= self.max_positions:
             window = None
-        return tuple(window if slides else None for slides in self._slides)
+        return tuple(window if slides else None for slides in self.slides)
 
     @property
-    def _slides(self) -> tuple[bool, ...]:
+    def slides(self) -> tuple[bool, ...]:
         """Whether each layer is a windowed one, even if its window is longer than any text."""
         if self.sliding_window is None:
             return (False,) * self.num_layers
@@ -265,8 +269,8 @@ class DecoderConfig:
             return everywhere
         windowed = frequencies(self.window_positions, self.head_dim)
         if isinstance(layer, int):
-            return windowed if self._slides[layer] else everywhere
-        here = jnp.array(self._slides)[layer]
+            return windowed if self.slides[layer] else everywhere
+        here = jnp.array(self.slides)[layer]
         inverse = jnp.where(here, windowed[0], everywhere[0])
         return inverse, jnp.where(here, windowed[1], everywhere[1])
 
@@ -371,7 +375,8 @@ class Attention(nn.Module):
             slopes = local_slopes(c.num_heads, self.split)
             q, k, v = add_biases(q, k, v, positions, slopes, c.positions)
         if c.query_scale is not None:  # attention multiplies by D**-0.5
-            q = q * (c.query_scale * c.head_dim**0.5)
+            wide = q.astype(jnp.promote_types(q.dtype, jnp.float32))
+            q = (wide * (c.query_scale * c.head_dim**0.5)).astype(q.dtype)
         options: dict[str, Any] = {}
         if c.attention_softcap is not None:
             options["softcap"] = c.attention_softcap

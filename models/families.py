@@ -128,7 +128,6 @@ _GEMMA_KEYS: dict[str, str | tuple[str, ...]] = {
     **{key: field for key, field in _LLAMA_KEYS.items() if key != "draft_vocab_size"},
     "hidden_activation": "activation",
     "attention_bias": ("qkv_bias", "out_bias"),
-    "attn_logit_softcapping": "attention_softcap",
     "final_logit_softcapping": "logits_softcap",
 }
 _GEMMA_NAMES = {
@@ -272,7 +271,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "norm_topk_prob": "normalize_experts",
             },
             settings={"qk_norm": True},
-            parts=("rope", "experts", "optional_window"),
+            parts=("rope", "experts", "switched_window"),
             defaults={
                 **_QWEN_DEFAULTS,
                 "num_key_value_heads": 4,
@@ -282,7 +281,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "norm_topk_prob": False,
             },
             fixed={**_SILU, "decoder_sparse_step": (1,), "mlp_only_layers": ([], ())},
-            ignored=(*_TRAINING, "intermediate_size"),  # of layers without experts
+            # Of layers without experts, and of windows in other families.
+            ignored=(*_TRAINING, "intermediate_size", "max_window_layers"),
         ),
         "gpt_oss": Family(
             "GptOssForCausalLM",
@@ -300,7 +300,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "num_experts_per_tok": "experts_per_token",
                 "swiglu_limit": "swiglu_limit",
             },
-            settings={"attention_sinks": True, "router_bias": True, "mlp_bias": True},
+            settings={
+                "attention_sinks": True,
+                "router_bias": True,
+                "mlp_bias": True,
+                "swiglu_limit": 7.0,
+            },
             parts=("rope", "alternating_window"),
             defaults={
                 **_LLAMA_DEFAULTS,
@@ -310,6 +315,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "rms_norm_eps": 1e-5,
                 "attention_bias": True,
                 "rope_theta": 150000.0,
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 32.0,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "truncate": False,
+                    "original_max_position_embeddings": 4096,
+                },
                 "sliding_window": 128,
                 "num_local_experts": 128,
                 "num_experts_per_tok": 4,
@@ -321,7 +334,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "gemma2": Family(
             "Gemma2ForCausalLM",
             names=_GEMMA_NAMES,
-            keys=_GEMMA_KEYS,
+            keys={**_GEMMA_KEYS, "attn_logit_softcapping": "attention_softcap"},
             settings=_GEMMA_SETTINGS,
             parts=("rope", "query_scale", "alternating_window"),
             defaults={
@@ -338,7 +351,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             names=_GEMMA_NAMES,
             keys=_GEMMA_KEYS,
             settings={**_GEMMA_SETTINGS, "qk_norm": True},
-            parts=("two_ropes", "query_scale", "alternating_window"),
+            parts=("alternating_window", "two_ropes", "query_scale"),
             defaults={
                 **_GEMMA_DEFAULTS,
                 # The files of models with images omit all of these.
@@ -348,7 +361,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "rope_theta": 1000000.0,
                 "sliding_window_pattern": 6,
             },
-            fixed={"use_bidirectional_attention": (False, None)},
+            fixed={
+                "use_bidirectional_attention": (False, None),
+                "attn_logit_softcapping": (None,),
+            },
             ignored=("hidden_act", "cache_implementation"),
         ),
         "opt": Family(

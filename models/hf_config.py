@@ -142,11 +142,11 @@ def _types(settings: type) -> dict[str, type]:
 FIELD_TYPES, ROPE_TYPES = _types(DecoderConfig), _types(Rope)
 
 
-def check_type(name: str, value: Any, kind: type) -> None:
-    """Raises ValueError unless a value of config.json has a type."""
+def check_type(name: str, value: Any, kind: type, file: str = "config.json") -> None:
+    """Raises ValueError unless a value of a file has a type."""
     accepted = {float: (int, float), list: (list, tuple)}.get(kind, kind)
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-        raise ValueError(f"{name}={value!r} must be {TYPE_NAMES[kind]}: correct config.json")
+        raise ValueError(f"{name}={value!r} must be {TYPE_NAMES[kind]}: correct {file}")
 
 
 class _Reader:
@@ -404,10 +404,23 @@ def _write_optional_window(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
+def _read_switched_window(reader: _Reader, settings: Settings) -> Settings:
+    """Returns the window of all layers, if it is used (Qwen3-MoE)."""
+    window, used = reader.get("sliding_window"), reader.get("use_sliding_window", False)
+    return {"sliding_window": window if used else None}
+
+
+def _write_switched_window(config: DecoderConfig) -> dict[str, Any]:
+    window = config.sliding_window
+    return {"use_sliding_window": window is not None, "sliding_window": window}
+
+
 def _read_alternating_window(reader: _Reader, settings: Settings) -> Settings:
     """Returns the window of all layers but every second or n-th one (Gemma, gpt-oss)."""
     layers, period = settings["num_layers"], reader.get("sliding_window_pattern", 2)
     period = reader.get("_sliding_window_pattern", period)
+    if period < 1:
+        raise ValueError(f"sliding_window_pattern={period}: it must be 1 or more")
     full = _full_layers(reader, layers, range(period - 1, layers, period))
     return _windowed(reader.get("sliding_window"), full, layers)
 
@@ -448,23 +461,43 @@ def _full_layers(reader: _Reader, layers: int, default: Iterable[int]) -> tuple[
 def _read_two_ropes(reader: _Reader, settings: Settings) -> Settings:
     """Returns the rotary settings of full and of windowed layers (Gemma 3)."""
     nested = reader.get("rope_parameters")
+    local_theta = float(reader.get("rope_local_base_freq", 10000.0))
     if nested is None or not {FULL, SLIDING}.intersection(nested):
-        local = Rope(theta=float(reader.get("rope_local_base_freq", 10000.0)))
-        return _read_rope(reader, settings) | {"window_positions": local}
+        ropes = _read_rope(reader, settings)["positions"], Rope(theta=local_theta)
+    else:
+        ropes = _nested_ropes(reader, settings, nested, local_theta)
+    if local_theta <= 0:
+        raise ValueError(f"rope_local_base_freq={local_theta}: it must be above 0")
+    found = {"positions": ropes[0]}
+    return found if settings["sliding_window"] is None else found | {"window_positions": ropes[1]}
+
+
+def _nested_ropes(
+    reader: _Reader, settings: Settings, nested: Mapping[str, Any], local_theta: float
+) -> tuple[Rope, Rope]:
+    """Returns the rotary settings of full and of windowed layers, by the kind of layer."""
+    if unknown := set(nested) - {FULL, SLIDING}:
+        raise ValueError(f"rope_parameters names {sorted(unknown)}: it must name {FULL}, {SLIDING}")
+    thetas = {FULL: reader.get("rope_theta", 1000000.0), SLIDING: local_theta}
     outside = {
-        "rope_theta": reader.get("rope_theta", 1000000.0),
         "original_max_position_embeddings": None,
         "max_position_embeddings": settings["max_positions"],
     }
-    if unknown := set(nested) - {FULL, SLIDING}:
-        raise ValueError(f"rope_parameters names {sorted(unknown)}: it must name {FULL}, {SLIDING}")
-    ropes = []
-    for kind in (FULL, SLIDING):
-        key = f"rope_parameters of {kind}"
-        ropes.append(_parse_rope(key, nested.get(kind, {}), outside, reader.rope_kinds))
-    # Older versions read these, which repeat the above.
-    reader.read |= {"rope_local_base_freq", "rope_scaling"}
-    return dict(zip(("positions", "window_positions"), ropes, strict=True))
+
+    def parse(key, kind, value):
+        own = outside | {"rope_theta": thetas[kind]}
+        return _parse_rope(key, value or {}, own, reader.rope_kinds)
+
+    full, windowed = (
+        parse(f"rope_parameters of {kind}", kind, nested.get(kind)) for kind in (FULL, SLIDING)
+    )
+    scaling = reader.get("rope_scaling")
+    if (
+        scaling is not None
+        and parse("rope_scaling", FULL, {"rope_theta": full.theta} | scaling) != full
+    ):
+        raise ValueError("rope_scaling and rope_parameters disagree: keep one of them")
+    return full, windowed
 
 
 def _write_two_ropes(config: DecoderConfig) -> dict[str, Any]:
@@ -491,6 +524,8 @@ def _write_experts(config: DecoderConfig) -> dict[str, Any]:
 
 def _read_query_scale(reader: _Reader, settings: Settings) -> Settings:
     scalar = float(reader.get("query_pre_attn_scalar", 256.0))
+    if scalar <= 0:
+        raise ValueError(f"query_pre_attn_scalar={scalar}: it must be above 0")
     return {"query_scale": None if scalar == settings["head_dim"] else scalar**-0.5}
 
 
@@ -587,6 +622,7 @@ PARTS = {
     "rope": Part(_read_rope, _write_rope),
     "window": Part(_read_window, _write_window),
     "optional_window": Part(_read_optional_window, _write_optional_window),
+    "switched_window": Part(_read_switched_window, _write_switched_window),
     "alternating_window": Part(_read_alternating_window, _write_alternating_window),
     "two_ropes": Part(_read_two_ropes, _write_two_ropes),
     "experts": Part(_read_experts, _write_experts),

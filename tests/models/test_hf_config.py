@@ -149,6 +149,53 @@ def test_layers_have_the_windows_of_hugging_face(raw, windows):
     assert read_config(write_config(config)) == config
 
 
+MIXTURE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, sliding_window=16)
+GEMMA = family_config("gemma3_text", sliding_window=16)
+FULL = {"rope_type": "default", "rope_theta": 1e6}
+ROPES = {"full_attention": FULL, "sliding_attention": {"rope_type": "default"}}
+
+
+def test_qwen3_moe_gives_all_layers_the_window_or_none():
+    raw = family_config("qwen3_moe", max_window_layers=2, **MIXTURE)
+    assert read_config(raw).windows == (None,) * 4
+    config = read_config({**raw, "use_sliding_window": True})
+    assert config.windows == (16,) * 4
+    assert read_config(write_config(config)) == config
+
+
+def test_rotary_settings_that_are_omitted_are_hugging_faces():
+    experts = dict(num_local_experts=4, num_experts_per_tok=2)
+    rope = read_config(family_config("gpt_oss", **experts)).rope
+    assert (rope.kind, rope.factor, rope.theta, rope.truncate) == ("yarn", 32.0, 150000.0, False)
+    plain = family_config("gpt_oss", rope_parameters={"rope_type": "default"}, **experts)
+    assert read_config(plain).rope == models.Rope(theta=150000.0)
+    assert read_config(family_config("mixtral")).rope.theta == 1e6
+    config = read_config({**GEMMA, "rope_parameters": ROPES})
+    assert (config.rope.theta, config.window_positions) == (1e6, models.Rope(theta=1e4))
+    only = read_config({**GEMMA, "layer_types": ["full_attention"] * 4})
+    assert (only.windows, only.window_positions) == ((None,) * 4, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sliding_window_pattern": 0}, "sliding_window_pattern=0: it must be 1 or more"),
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0.0: it must be above 0"),
+        ({"rope_local_base_freq": 0}, "rope_local_base_freq=0.0: it must be above 0"),
+        ({"final_logit_softcapping": 0.0}, "logits_softcap=0.0: it must be a finite number above"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported"),
+        ({"rope_parameters": {**ROPES, "linear": {}}}, "rope_parameters names .'linear'."),
+        (
+            {"rope_parameters": ROPES, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+            "rope_scaling and rope_parameters disagree",
+        ),
+    ],
+)
+def test_values_of_gemma_that_would_be_wrong_are_errors(changes, message):
+    with pytest.raises(ValueError, match=message):
+        read_config({**GEMMA, **changes})
+
+
 def test_layer_types_that_do_not_fit_are_errors():
     mixed = ["sliding_attention", "full_attention"] * 2
     for raw, message in (
