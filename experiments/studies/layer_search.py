@@ -142,7 +142,12 @@ def search(options: argparse.Namespace) -> None:
         folder of a search with other settings.
     """
     target, tree = magicjax.load(options.target, options.dtype), magicjax.chain(options.depth)
-    num_layers = target.config.num_layers
+    config, num_layers = target.config, target.config.num_layers
+    if any(config.windows) or config.attention_softcap is not None or config.attention_sinks:
+        raise ValueError(
+            f"a target of the family {config.family!r} with sliding windows, capped scores or "
+            "attention sinks is not supported: use another target"
+        )
     smallest = max(1, num_layers // 3) if options.smallest is None else options.smallest
     if not 0 < smallest < num_layers:
         raise ValueError(f"smallest={smallest} must be from 1 to {num_layers - 1}")

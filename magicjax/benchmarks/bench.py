@@ -30,7 +30,7 @@ from magicjax.benchmarks.tables import record_table
 from magicjax.decoding import program_cache
 from magicjax.drafters import SelfSpeculation
 from magicjax.loading import load
-from magicjax.model import DTYPES, Model
+from magicjax.model import DTYPES, Model, softcap_of
 from magicjax.options import token_count
 from magicjax.prediction.planner.candidates import model_sizes
 from magicjax.trees.sequoia import expected_tokens
@@ -97,7 +97,7 @@ def base_parser(prog: str, doc: str) -> argparse.ArgumentParser:
         "--target", default="llama-3.1-8b", help="preset, model directory or GGUF file"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and caches")
-    parser.add_argument("--backend", help="None: mosaic on Hopper, else the default")
+    parser.add_argument("--backend", help="None: mosaic on Hopper if it supports the target")
     parser.add_argument("--out", help="write the results to this JSON file")
     return parser
 
@@ -131,7 +131,9 @@ def make_setup(
     """
     try:
         target = load(options.target, dtype=options.dtype)
-        best = best_backend(target.dtype, target.config.kv_head_dim, jax.devices()[0])
+        best = None  # the default: mosaic does not support windows and capped scores
+        if not any(target.windows) and softcap_of(target.config) is None:
+            best = best_backend(target.dtype, target.config.kv_head_dim, jax.devices()[0])
         setup = Setup(target, options.backend or best, options.new_tokens)
         longest = max(setup.new_tokens, new_tokens(nodes))
         for context in contexts:
