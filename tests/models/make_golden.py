@@ -190,6 +190,10 @@ CASES = {
             },
         },
     ),
+    "qwen3_moe_window": (
+        "Qwen3Moe",
+        {**QWEN3_MOE, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
 }
 SHARDED = "llama_gqa"
 
