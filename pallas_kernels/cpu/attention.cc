@@ -540,7 +540,7 @@ ffi::Error TreeAttentionImpl(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuf
     return ffi::Error::InvalidArgument("with seen_from, slots must be a multiple of 64");
   for (int64_t b = 0; b < call.batch; b++) {
     const int64_t live = std::max<int64_t>(0, lengths.typed_data()[b]);
-    const int64_t prefix = has_windows ? live : std::min(live, call.slots);
+    const int64_t prefix = has_windows && call.slots ? live : std::min(live, call.slots);
     call.prefix.push_back(prefix);
     call.lowest.push_back(has_windows ? prefix : 0);
     for (int64_t t = 0; t < call.length; t++) {

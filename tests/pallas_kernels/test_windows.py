@@ -118,6 +118,16 @@ def test_a_ring_that_wraps_elsewhere_is_detected(backend):
 
 
 @every_backend
+def test_a_cache_without_slots_has_nothing_to_see(backend):
+    lengths, window, slots = CASES["ring"]
+    inputs = inputs_of(lengths, window, slots)
+    empty = inputs | {name: inputs[name][:, :, :0] for name in ("k_prefix", "v_prefix")}
+    found = compiled(backend)(empty)[0]
+    expected = compiled("reference")(inputs | {"lengths": jnp.zeros_like(inputs["lengths"])})[0]
+    assert relative_error(found, expected) < 1e-5
+
+
+@every_backend
 @pytest.mark.parametrize("case", ["full", "ring", "blocks"])
 def test_scores_are_capped(backend, case):
     lengths, window, slots = CASES[case]
