@@ -284,13 +284,15 @@ def _read_rope(reader: _Reader, settings: Settings) -> Settings:
     parsed = {
         key: _parse_rope(key, value, outside, reader.rope_kinds)
         for key in ("rope_scaling", "rope_parameters")
-        if (value := reader.get(key)) is not None
+        if reader.raw.get(key) is not None and (value := reader.get(key)) is not None
     }
+    reader.read |= {"rope_scaling", "rope_parameters"}
     if len(set(parsed.values())) > 1:
         raise ValueError(f"rope_scaling and rope_parameters disagree: {parsed}; keep one of them")
     rope = next(iter(parsed.values()), None)
     if rope is None:
-        rope = _parse_rope("rope_parameters", {}, outside, reader.rope_kinds)
+        default = reader.defaults.get("rope_parameters", {})
+        rope = _parse_rope("rope_parameters", default, outside, reader.rope_kinds)
     positions = settings["max_positions"]
     if rope.original_max_positions is not None:
         if rope.kind == "yarn":

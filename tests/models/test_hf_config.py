@@ -167,6 +167,9 @@ def test_rotary_settings_that_are_omitted_are_hugging_faces():
     experts = dict(num_local_experts=4, num_experts_per_tok=2)
     rope = read_config(family_config("gpt_oss", **experts)).rope
     assert (rope.kind, rope.factor, rope.theta, rope.truncate) == ("yarn", 32.0, 150000.0, False)
+    assert read_config(family_config("gpt_oss", rope_parameters=None, **experts)).rope == rope
+    half = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096}
+    assert read_config(family_config("gpt_oss", rope_scaling=half, **experts)).rope.factor == 16.0
     plain = family_config("gpt_oss", rope_parameters={"rope_type": "default"}, **experts)
     assert read_config(plain).rope == models.Rope(theta=150000.0)
     assert read_config(family_config("mixtral")).rope.theta == 1e6
