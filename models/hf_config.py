@@ -281,12 +281,8 @@ def _read_rope(reader: _Reader, settings: Settings) -> Settings:
     }
     if "longrope" in reader.rope_kinds:
         outside["partial_rotary_factor"] = reader.get("partial_rotary_factor", 1.0)
-    parsed = {
-        key: _parse_rope(key, value, outside, reader.rope_kinds)
-        for key in ("rope_scaling", "rope_parameters")
-        if reader.raw.get(key) is not None and (value := reader.get(key)) is not None
-    }
-    reader.read |= {"rope_scaling", "rope_parameters"}
+    given = [key for key in ("rope_scaling", "rope_parameters") if reader.raw.get(key) is not None]
+    parsed = {key: _parse_rope(key, reader.get(key), outside, reader.rope_kinds) for key in given}
     if len(set(parsed.values())) > 1:
         raise ValueError(f"rope_scaling and rope_parameters disagree: {parsed}; keep one of them")
     rope = next(iter(parsed.values()), None)
@@ -464,12 +460,12 @@ def _read_two_ropes(reader: _Reader, settings: Settings) -> Settings:
     """Returns the rotary settings of full and of windowed layers (Gemma 3)."""
     nested = reader.get("rope_parameters")
     local_theta = float(reader.get("rope_local_base_freq", 10000.0))
+    if local_theta <= 0:
+        raise ValueError(f"rope_local_base_freq={local_theta}: it must be above 0")
     if nested is None or not {FULL, SLIDING}.intersection(nested):
         ropes = _read_rope(reader, settings)["positions"], Rope(theta=local_theta)
     else:
         ropes = _nested_ropes(reader, settings, nested, local_theta)
-    if local_theta <= 0:
-        raise ValueError(f"rope_local_base_freq={local_theta}: it must be above 0")
     found = {"positions": ropes[0]}
     return found if settings["sliding_window"] is None else found | {"window_positions": ropes[1]}
 

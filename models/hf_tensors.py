@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 import safetensors
 
+from models.build import BLOCK
 from models.decoder import DecoderConfig
 from models.families import FAMILIES
 from models.positions import LearnedPositions
@@ -146,9 +147,8 @@ class Tensor:
     @property
     def is_block_matrix(self) -> bool:
         """Whether it is a matrix of a block, which `weights` quantizes; routers are not."""
-        return (
-            bool(self.inputs) and self.path[0].startswith("layers_") and "router" not in self.path
-        )
+        in_block = self.path[0].startswith(BLOCK)
+        return bool(self.inputs) and in_block and "router" not in self.path
 
     def part_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of the part of a parameter that the tensor has."""

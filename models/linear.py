@@ -45,8 +45,8 @@ def products(
       backend: None or "cpu": a native kernel on a CPU that has it, which reads x once for all
         matrices; others: XLA.
       dtype: of the results; None: x's.
-      expert: of matrices that have an axis of experts before O, the expert whose are multiplied;
-        the other ones are not read. None: the matrices have no such axis.
+      expert: index along an axis of experts before O, of which the others are not read; None: the
+        matrices have no experts.
     """
     dtype = x.dtype if dtype is None else dtype
 

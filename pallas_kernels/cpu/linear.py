@@ -78,8 +78,7 @@ def products(
       matrices: all floating-point, or all quantized, that `is_supported` accepts.
       axes: the number of axes I.
       dtype: of the results.
-      expert: of matrices with an axis of experts before O, the one that is multiplied; None: there
-        is no such axis.
+      expert: index along an axis of experts before O; None: the matrices have no experts.
     """
     if matrices[0].scale is None and expert is None:
         return _floating_products(x, [matrix.weight for matrix in matrices], axes, dtype)
