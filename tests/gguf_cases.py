@@ -91,7 +91,7 @@ def metadata_of(config: DecoderConfig) -> dict:
 
 
 def write(path: pathlib.Path, metadata: dict, tensors: dict) -> pathlib.Path:
-    """Writes a GGUF file; `tensors` has arrays, or pairs of an array and a type's name."""
+    """Writes a GGUF file; `tensors` has arrays, or pairs of values or bytes and a type's name."""
     writer = gguf.GGUFWriter(path, metadata["general.architecture"])
     adders = {
         bool: writer.add_bool,
@@ -106,7 +106,8 @@ def write(path: pathlib.Path, metadata: dict, tensors: dict) -> pathlib.Path:
     for name, value in tensors.items():
         values, kind = value if isinstance(value, tuple) else (value, "F32")
         kind = gguf.GGMLQuantizationType[kind]
-        writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
+        stored = values if values.dtype == np.uint8 else gguf.quantize(values, kind)
+        writer.add_tensor(name, stored, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

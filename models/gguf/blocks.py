@@ -112,6 +112,17 @@ def _q6_k(stored):
     return values.reshape(len(stored), -1), scales.reshape(len(stored), -1), None
 
 
+def mxfp4(stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns codes [..., G, 16] and scales [..., G] of bytes [..., N], as gpt-oss has them.
+
+    A block is the exponent of 32 values and 16 bytes: the first half of the codes in the low
+    halves, the others in the high ones. In gpt-oss's files a byte has two adjacent codes.
+    """
+    blocks = stored.reshape(*stored.shape[:-1], -1, 17)
+    codes = np.concatenate([blocks[..., 1:] & 15, blocks[..., 1:] >> 4], -1)
+    return codes[..., ::2] | codes[..., 1::2] << 4, blocks[..., 0]
+
+
 KINDS = {
     Type.Q4_0: Kind(4, 32, _q4_0),
     Type.Q4_1: Kind(4, 32, _q4_1, has_minima=True),

@@ -2,8 +2,8 @@
 
 `read_gguf` validates a whole file without reading its weights, and `write_directory` writes them
 tensor by tensor. If all matrices of the model's blocks have types of `blocks.KINDS`, they stay
-quantized; all others become float32. As in `hf_config`, every setting of the architecture is read,
-known to have no effect, or an error.
+quantized, and so do gpt-oss's experts in MXFP4; all others become float32. As in `hf_config`, every
+setting of the architecture is read, known to have no effect, or an error.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import flax.traverse_util
@@ -23,20 +23,26 @@ from tokenizers import Tokenizer
 from models.build import abstract_params, build
 from models.decoder import DecoderConfig
 from models.families import FAMILIES
-from models.gguf.blocks import KINDS, Kind
+from models.gguf.blocks import KINDS, Kind, Type, mxfp4
 from models.gguf.tokenizer import read_tokenizer, unsupported
 from models.hf_config import read_config, write_config
-from models.hf_tensors import Fused, tensors_of
+from models.hf_tensors import Fused, Tensor, tensors_of
 from models.positions import Rope, frequencies
+from models.quantized_checkpoints import MXFP4_GROUP, MXFP4_PARTS
 
 # The family of each architecture.
 ARCHITECTURES = {
     **{name: name for name in ("llama", "qwen2", "qwen3", "falcon", "gpt2", "mpt", "phi3")},
+    "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+    "gpt-oss": "gpt_oss",
     "qwen3moe": "qwen3_moe",
     "starcoder": "gpt_bigcode",
     "starcoder2": "starcoder2",
 }
 MIXTRAL = "mixtral"  # the family of a "llama" with experts
+# Layers of Gemma's largest models, whose queries have another scale.
+LARGEST_GEMMA = {"gemma2": 46, "gemma3_text": 62}
 # Settings of which one value is supported.
 FIXED = {
     "attention.causal": True,
@@ -63,6 +69,7 @@ class Weight(NamedTuple):
       transposed: whether llama.cpp transposes it.
       expert: of a tensor that has all experts, the index of the one; None: of another tensor.
       kind: of a matrix that stays quantized, as [outputs, inputs]; None: of another tensor.
+      added: what llama.cpp adds to all values.
     """
 
     shape: tuple[int, ...]
@@ -72,6 +79,11 @@ class Weight(NamedTuple):
     transposed: bool = False
     expert: int | None = None
     kind: Kind | None = None
+    added: float = 0.0
+
+    @property
+    def sources(self) -> tuple[gguf.ReaderTensor, ...]:
+        return (self.stored,)
 
     def shapes(self, name: str) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Returns dtype and shape of what a directory stores for the tensor `name`."""
@@ -88,6 +100,8 @@ class Weight(NamedTuple):
             values = [gguf.dequantize(data, self.stored.tensor_type).astype("<f4")]
         else:
             values = list(self.kind.parts(data).values())
+        if self.added:
+            values = [part - np.float32(self.added) for part in values]
         if self.heads:
             values = [unpermute(part, self.heads) for part in values]
         if self.group is not None:
@@ -95,6 +109,45 @@ class Weight(NamedTuple):
         if self.transposed and self.kind is None:
             values = [part.T for part in values]
         return [np.ascontiguousarray(part) for part in values]
+
+
+class Experts(NamedTuple):
+    """A tensor of Hugging Face format that has all experts (gpt-oss).
+
+    Attributes:
+      shape: of the dequantized tensor, [experts, inputs, outputs] or [experts, outputs].
+      sources: of the file, [experts, outputs, inputs] or [experts, outputs]; the outputs of several
+        alternate in the tensor.
+      is_mxfp4: whether it stays quantized.
+    """
+
+    shape: tuple[int, ...]
+    sources: tuple[gguf.ReaderTensor, ...]
+    is_mxfp4: bool = False
+
+    def shapes(self, name: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Returns dtype and shape of what a directory stores for the tensor `name`."""
+        if not self.is_mxfp4:
+            return {name: ("F32", self.shape)}
+        experts, inputs, outputs = self.shape
+        groups = experts, outputs, inputs // MXFP4_GROUP
+        blocks, scales = (name + part for part in MXFP4_PARTS)
+        return {blocks: ("U8", (*groups, MXFP4_GROUP // 2)), scales: ("U8", groups)}
+
+    def values(self) -> list[np.ndarray]:
+        """Returns the arrays of `shapes`."""
+        if self.is_mxfp4:
+            codes, scales = zip(*(mxfp4(source.data) for source in self.sources), strict=True)
+            return [_alternating(codes), _alternating(scales)]
+        data = [gguf.dequantize(x.data, x.tensor_type).astype("<f4") for x in self.sources]
+        values = _alternating(data)
+        return [np.ascontiguousarray(values.swapaxes(1, 2)) if values.ndim == 3 else values]
+
+
+def _alternating(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns [experts, outputs of all parts, ...] of [experts, outputs, ...]."""
+    experts, _, *rest = parts[0].shape
+    return np.stack(parts, 2).reshape(experts, -1, *rest)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +162,7 @@ class GgufModel:
     """
 
     config: DecoderConfig
-    weights: Mapping[str, Weight]
+    weights: Mapping[str, Weight | Experts]
     special: Mapping[str, Any]
     tokenizer: tuple[Tokenizer, dict[str, Any]] | None
 
@@ -240,7 +293,7 @@ def _config(
     experts, per_token = (settings.pop(f"expert_{n}count", 0) for n in ("", "used_"))
     if experts and family == "llama":
         family = MIXTRAL
-    if bool(experts) != (family in (MIXTRAL, "qwen3_moe")):
+    if bool(experts) != (family in (MIXTRAL, "qwen3_moe", "gpt_oss")):
         raise ValueError(f"{prefix}expert_count={experts} is not supported for {architecture}")
     fields = {
         "vocab_size": int(tensors["token_embd.weight"].shape[1]),
@@ -258,11 +311,13 @@ def _config(
         "out_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
     }
-    if family == "qwen3_moe":
+    if family in ("qwen3_moe", "gpt_oss"):
         fields["intermediate_size"] = need("expert_feed_forward_length")
     raw = {"model_type": family} | _of_family(family, fields, settings, tensors)
-    if {"rope", "rope_or_alibi"} & set(FAMILIES[family].parts):
+    if {"rope", "rope_or_alibi", "two_ropes"} & set(FAMILIES[family].parts):
         raw["rope_parameters"] = _rope(settings, need, tensors.get(ROPE_FREQS), head_dim)
+        if family == "gpt_oss" and raw["rope_parameters"]["rope_type"] == "yarn":
+            raw["rope_parameters"]["truncate"] = False
     for name, value in settings.items():
         if name not in HARMLESS and (name not in FIXED or value != FIXED[name]):
             remedy = f"it must be {FIXED[name]}" if name in FIXED else "it is not known"
@@ -286,8 +341,10 @@ def _of_family(
     keys = {key: FAMILIES[family].fields(key)[-1] for key in FAMILIES[family].keys}
     raw = {key: fields[name] for key, name in keys.items() if name in fields}
     heads, kv_heads = fields["num_heads"], fields["num_kv_heads"]
-    if "window" in FAMILIES[family].parts:
+    if {"window", "alternating_window"} & set(FAMILIES[family].parts):
         raw["sliding_window"] = settings.pop("attention.sliding_window", None)
+    if family in LARGEST_GEMMA:
+        raw |= _of_gemma(family, fields, settings)
     if family == "qwen3_moe":  # of which llama.cpp normalizes the weights
         raw |= {"num_experts": fields["num_experts"], "norm_topk_prob": True}
     if family == "gpt_bigcode":
@@ -300,6 +357,21 @@ def _of_family(
         raw |= {"new_decoder_architecture": new, "multi_query": kv_heads == 1}
         raw |= {"num_kv_heads": kv_heads, "num_ln_in_parallel_attn": norms}
     return raw
+
+
+def _of_gemma(family: str, fields: Mapping[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns keys of which llama.cpp leaves the defaults out of a file."""
+    names = {
+        "sliding_window_pattern": "attention.sliding_window_pattern",
+        "rope_local_base_freq": "rope.freq_base_swa",
+        "attn_logit_softcapping": "attn_logit_softcapping",
+        "final_logit_softcapping": "final_logit_softcapping",
+    }
+    raw = {key: settings.pop(name) for key, name in names.items() if name in settings}
+    head_dim = fields["head_dim"]
+    if fields["num_layers"] == LARGEST_GEMMA[family]:
+        head_dim = fields["hidden_size"] / fields["num_heads"]
+    return {"query_pre_attn_scalar": head_dim, **raw}
 
 
 def _decimal(value: Any) -> Any:
@@ -355,47 +427,98 @@ def _llama3(theta: float, divisors: np.ndarray, head_dim: int) -> dict[str, Any]
     }
 
 
-def _weights(config: DecoderConfig, tensors: Mapping[str, gguf.ReaderTensor]) -> dict[str, Weight]:
+def _weights(
+    config: DecoderConfig, tensors: Mapping[str, gguf.ReaderTensor]
+) -> dict[str, Weight | Experts]:
     """Returns the tensors of a config; raises ValueError with all mismatches."""
     names = gguf.get_tensor_name_map(_arch(config.family), config.num_layers)
     shapes = flax.traverse_util.flatten_dict(abstract_params(build(config))["params"])
-    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
-    weights, problems, used = {}, [], {ROPE_FREQS}
+    weights: dict[str, Weight | Experts] = {}
+    problems, used = list[str](), {ROPE_FREQS}
     for tensor in tensors_of(config):
         if tensor.name in weights:  # of several parameters
             continue
-        hf_name = EXPERT.sub("experts.", tensor.name)
-        name = str(names.get_name(hf_name, (".weight", ".bias")))
-        used.add(name)
-        if name not in tensors:
-            problems.append(f"missing {name}")
+        sources = _names(tensor, names)
+        used.update(sources)
+        if missing := [name for name in sources if name not in tensors]:
+            problems += [f"missing {name}" for name in missing]
             continue
         parameter = shapes[tensor.path].value.shape
         shape, expected = tensor.stored_shape(parameter), tensor.matrix_shape(parameter)
+        if tensor.experts is not None:
+            expected = parameter
         if tensor.expert is not None:
             expected = (parameter[0], *expected)
-        if (found := tuple(tensors[name].shape[::-1].tolist())) != expected:
-            problems.append(f"{name} has shape {found}, expected {expected}")
-        group = None
-        if isinstance(tensor.fused, Fused) and config.family == "falcon":
-            group = tensor.fused.groups, tensor.fused.sizes
-        is_llama = config.family in ("llama", MIXTRAL)
-        permuted = heads.get(tensor.name.split(".")[-2], 0) if is_llama else 0
-        weights[tensor.name] = Weight(
-            shape, tensors[name], permuted, group, tensor.transposed, tensor.expert
-        )
+        for name in sources:
+            if (found := tuple(tensors[name].shape[::-1].tolist())) != expected:
+                problems.append(f"{name} has shape {found}, expected {expected}")
+        if tensor.experts is None:
+            weights[tensor.name] = _weight(config, tensor, shape, tensors[sources[0]])
+        else:
+            weights[tensor.name] = Experts(shape, tuple(tensors[name] for name in sources))
     problems += [f"unexpected {name}" for name in tensors if name not in used]
     if problems:
         raise ValueError(
             f"the tensors do not match the metadata ({len(problems)} problems):\n  "
             + "\n  ".join(problems)
         )
+    return weights | _quantized(config, weights)
+
+
+def _names(tensor: Tensor, names: gguf.TensorNameMap) -> list[str]:
+    """Returns the names of the tensors of a file that a tensor of Hugging Face format has."""
+    if tensor.experts is None:
+        name = EXPERT.sub("experts.", tensor.name)
+        suffix = "" if name.endswith((".weight", ".bias")) else ".weight"
+        return [f"{names.get_name(name, ('.weight', '.bias'))}{suffix}"]
+    stem = tensor.name.removesuffix("_bias")
+    parts = [stem.replace("gate_up", x) for x in ("gate", "up")] if "gate_up" in stem else [stem]
+    suffix = "weight" if stem == tensor.name else "bias"
+    return [f"{names.get_name(part)}.{suffix}" for part in parts]
+
+
+def _weight(
+    config: DecoderConfig, tensor: Tensor, shape: tuple[int, ...], stored: gguf.ReaderTensor
+) -> Weight:
+    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+    group = None
+    if isinstance(tensor.fused, Fused) and config.family == "falcon":
+        group = tensor.fused.groups, tensor.fused.sizes
+    is_llama = config.family in ("llama", MIXTRAL)
+    permuted = heads.get(tensor.name.split(".")[-2], 0) if is_llama else 0
+    is_shifted = config.family in LARGEST_GEMMA and tensor.name.endswith("norm.weight")
+    return Weight(
+        shape,
+        stored,
+        permuted,
+        group,
+        tensor.transposed,
+        tensor.expert,
+        added=1.0 if is_shifted else 0.0,
+    )
+
+
+def _quantized(
+    config: DecoderConfig, weights: Mapping[str, Weight | Experts]
+) -> dict[str, Weight | Experts]:
+    """Returns the matrices that stay quantized, if all can: a module has one format."""
     matrices = [tensor.name for tensor in tensors_of(config) if tensor.is_block_matrix]
-    if not all(weights[name].stored.tensor_type in KINDS for name in matrices):
-        return weights  # a module has one format, and some matrices have none
+    experts = {
+        name: weight
+        for name in matrices
+        if isinstance(weight := weights[name], Experts) and len(weight.shape) == 3
+    }
+    if experts:
+        types = {source.tensor_type for weight in experts.values() for source in weight.sources}
+        if types != {Type.MXFP4}:
+            return {}
+        return {name: weight._replace(is_mxfp4=True) for name, weight in experts.items()}
+    plain = {name: w for name, w in weights.items() if isinstance(w, Weight)}
+    if not all(plain[name].stored.tensor_type in KINDS for name in matrices):
+        return {}
     return {
         name: weight._replace(kind=KINDS.get(weight.stored.tensor_type))
-        for name, weight in weights.items()
+        for name, weight in plain.items()
     }
 
 
@@ -405,11 +528,10 @@ def _arch(family: str) -> gguf.MODEL_ARCH:
     return next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
 
 
-def _check_types(weights: Mapping[str, Weight]) -> None:
+def _check_types(weights: Mapping[str, Weight | Experts]) -> None:
     """Raises ValueError unless `gguf` can dequantize all types of tensors."""
-    for tensor in {
-        weight.stored.tensor_type: weight.stored for weight in weights.values()
-    }.values():
+    sources = (source for weight in weights.values() for source in weight.sources)
+    for tensor in {source.tensor_type: source for source in sources}.values():
         try:
             gguf.dequantize(tensor.data[:1], tensor.tensor_type)
         except NotImplementedError as error:
@@ -423,7 +545,9 @@ def write_directory(model: GgufModel, path: str | os.PathLike) -> None:
     """Writes a model to an existing directory in Hugging Face format."""
     path = pathlib.Path(path)
     config = {**write_config(model.config), **model.special, "torch_dtype": "float32"}
-    if any(weight.kind is not None for weight in model.weights.values()):
+    if any(isinstance(w, Experts) and w.is_mxfp4 for w in model.weights.values()):
+        config["quantization_config"] = {"quant_method": "mxfp4"}
+    elif any(isinstance(w, Weight) and w.kind is not None for w in model.weights.values()):
         config["quantization_config"] = {"quant_method": "gguf"}
     contents: dict[str, Any] = {"config.json": config, "generation_config.json": model.special}
     if model.tokenizer is not None:
@@ -434,7 +558,7 @@ def write_directory(model: GgufModel, path: str | os.PathLike) -> None:
     _write_weights(path / "model.safetensors", model.weights)
 
 
-def _write_weights(path: pathlib.Path, weights: Mapping[str, Weight]) -> None:
+def _write_weights(path: pathlib.Path, weights: Mapping[str, Weight | Experts]) -> None:
     """Writes a safetensors file; `safetensors` itself needs all tensors in memory.
 
     The format: the header's length in 8 bytes, the header as JSON with each tensor's dtype, shape

@@ -51,13 +51,24 @@ def _words(digits: str) -> str:
     )
 
 
+def _cased_words() -> str:
+    """Returns the pattern of o200k (gpt-oss), which splits words before a capital letter."""
+    start, contraction = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    words = (f"{start}{upper}*{lower}+{contraction}", f"{start}{upper}+{lower}*{contraction}")
+    rest = (r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+")
+    return "|".join((*words, *rest))
+
+
 # "default" of byte-level files is llama.cpp's replacement for an unknown one, not any model's.
 PRE_TOKENIZERS = {
     "gpt-2": _byte_level(),
     "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(True), _byte_level()]),
     "llama-bpe": _byte_level(_words(r"\p{N}{1,3}")),
     "qwen2": _byte_level(_words(r"\p{N}")),
+    "gpt-4o": _byte_level(_cased_words()),
 }
+WHOLE_WORDS = ("llama-bpe", "gpt-4o")  # whose words that are tokens are not merged from parts
 
 
 def read_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]] | None:
@@ -115,7 +126,7 @@ def _read_byte_level(
         raise unsupported("tokenizer.ggml.pre", pre, PRE_TOKENIZERS)
     merges = [tuple(merge.split(" ", 1)) for merge in _need(metadata, "merges")]
     vocab = {token: i for i, token in enumerate(tokens)}
-    tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
+    tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=pre in WHOLE_WORDS))
     if pre == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]

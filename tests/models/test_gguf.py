@@ -10,6 +10,7 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 
 import models
 from models.gguf.files import read_gguf, write_directory
+from models.gguf.tokenizer import PRE_TOKENIZERS
 from tests import gguf_cases as cases
 
 LLAMA3_ROPE = models.Rope(500000.0, "llama3", 8.0, original_max_positions=8192)
@@ -125,6 +126,13 @@ def test_byte_level_tokens_are_those_of_the_published_definition(pre, tmp_path):
     assert found.eos_token == "<e>" and "<think>" not in found.all_special_tokens
 
 
+def test_words_of_gpt_4o_begin_at_capital_letters_and_keep_contractions():
+    split = PRE_TOKENIZERS["gpt-4o"].pre_tokenize_str("HelloWorld don't ABCdef 12345!/\n\n  x")
+    found = [piece.replace("Ġ", " ").replace("Ċ", "\n") for piece, _ in split]
+    expected = ["Hello", "World", " don't", " ABCdef", " ", "123", "45", "!/\n\n", " ", " x"]
+    assert found == expected
+
+
 def test_special_tokens_and_settings_of_a_tokenizer_are_kept(tmp_path):
     template = "{% for m in messages %}<s>{{ m['content'] }}<e>{% endfor %}"
     tokenizer = cases.byte_level_metadata(
@@ -187,8 +195,8 @@ YARN = {"llama__rope__scaling__type": "yarn"}
 ONES = {"tensors": {"rope_freqs.weight": np.full(8, 2, np.float32)}}
 REFUSED = {
     "architecture": (
-        {"general__architecture": "gemma2"},
-        "general.architecture='gemma2' is not supported: it must be one of llama, qwen2, qwen3",
+        {"general__architecture": "command-r"},
+        "general.architecture='command-r' is not supported: it must be one of llama, qwen2, qwen3",
     ),
     "experts": ({"llama__expert_count": 8}, "a token uses from 1 to num_experts experts"),
     "rope": (
