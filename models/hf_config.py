@@ -139,6 +139,12 @@ def _types(settings: type) -> dict[str, type]:
     return kinds | {n: list for n, hint in hints.items() if typing.get_origin(hint) is tuple}
 
 
+# Fields for which null is a value: there is none, or it follows from others.
+OPTIONAL = {
+    name
+    for name, hint in typing.get_type_hints(DecoderConfig).items()
+    if type(None) in typing.get_args(hint)
+} | {"num_kv_heads", "head_dim", "intermediate_size"}
 FIELD_TYPES, ROPE_TYPES = _types(DecoderConfig), _types(Rope)
 
 
@@ -246,6 +252,11 @@ def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
         fields = family.fields(key)
         needed = REQUIRED - {"intermediate_size"} if family.mlp_ratio else REQUIRED
         value = reader.need(key) if needed.intersection(fields) else reader.get(key)
+        if value is None and key in raw and fields[0] not in OPTIONAL:
+            raise ValueError(
+                f"{key} is null: it must be {TYPE_NAMES[FIELD_TYPES[fields[0]]]}; without the key "
+                "the family's default is used"
+            )
         if value is not None:
             check_type(key, value, FIELD_TYPES[fields[0]])
             settings |= dict.fromkeys(fields, value)

@@ -38,7 +38,7 @@ MEASURED_ROWS = 64
 
 
 class HeadShape(Strict):
-    """Sizes and settings of the head; what is not given is the target's."""
+    """Sizes and settings of the head; sizes that are not given are the target's."""
 
     draft_vocab_size: Annotated[int, Field(ge=2)] = Field(
         description="Tokens that the head can propose, the most frequent ones of the text."
@@ -159,21 +159,17 @@ def head_config(shape: HeadShape, target: models.DecoderConfig) -> models.EagleC
     Raises:
       ConfigError: the sizes do not fit each other or the target.
     """
-    names = [field.name for field in dataclasses.fields(models.DecoderConfig)]
-    fields = {name: getattr(target, name) for name in names}
+    shapes = ("vocab_size", "hidden_size", "num_heads", "num_kv_heads", "head_dim")
+    fields = {name: getattr(target, name) for name in (*shapes, "max_positions", "norm_eps")}
     given = {name: x for name, x in shape.model_dump().items() if x is not None}
+    # Of a mixture, the width of the experts that a token uses.
+    experts = target.experts_per_token if target.num_experts is not None else 1
     layer = dict(
+        intermediate_size=target.intermediate_size * experts,
         num_layers=1,
+        positions=target.rope or models.Rope(),
         family="llama",
         tie_embeddings=False,
-        qk_norm=False,
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=False,
-        clip_qkv=None,
-        gated=True,
-        activation="silu",
-        sliding_window=None,
         target_hidden_size=target.hidden_size,
     )
     try:

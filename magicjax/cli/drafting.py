@@ -164,12 +164,15 @@ def resolve_sampling(arguments: argparse.Namespace) -> None:
 def show_sampling_defaults(arguments: argparse.Namespace) -> None:
     """Says on stderr if the target's files ask for sampling, and decoding is greedy."""
     asked = {} if arguments.temperature else sampling_defaults(arguments.target)
-    if "temperature" in asked:
-        values = ", ".join(f"{key} {value:g}" for key, value in asked.items())
-        print(
-            f"greedy decoding; the model's generation_config.json asks for {values} (--do-sample)",
-            file=sys.stderr,
-        )
+    if not asked:
+        return
+    values = ", ".join(f"{key} {value:g}" for key, value in asked.items())
+    unsupported = ", ".join(sorted(set(asked) - set(SAMPLING_OPTIONS)))
+    how = f"{unsupported}: not supported" if unsupported else "--do-sample"
+    print(
+        f"greedy decoding; the model's generation_config.json asks for {values} ({how})",
+        file=sys.stderr,
+    )
 
 
 def sampling_params(

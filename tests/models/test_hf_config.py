@@ -103,6 +103,12 @@ def test_defaults_are_those_of_the_family():
     assert read_config({**LLAMA, "logit_scale": None}) == read_config(LLAMA)
 
 
+@pytest.mark.parametrize("key", ["rms_norm_eps", "attention_bias", "tie_word_embeddings"])
+def test_null_is_an_error_where_a_setting_has_no_such_value(key):
+    with pytest.raises(ValueError, match=f"{key} is null: it must be "):
+        read_config({**LLAMA, key: None})
+
+
 def test_biases_are_where_the_family_has_them():
     def biases(raw):
         config = read_config(raw)

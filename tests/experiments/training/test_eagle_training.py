@@ -1,5 +1,6 @@
 """The trainer of heads records text as it was read, drafts in training, and survives kills."""
 
+import dataclasses
 import json
 
 import jax
@@ -15,6 +16,7 @@ from experiments.schema.fields import ConfigError
 from experiments.training import eagle, eagle_loss, recording, trainer
 from tests.experiments.training import test_boost
 from tests.magicjax import oracle
+from tests.models.conftest import GOLDEN
 
 GENERATED = dict(tokens=700, batch=16, length=20)
 SCHEDULE = dict(
@@ -25,6 +27,8 @@ SCHEDULE = dict(
 )
 HEAD = dict(draft_vocab_size=40, layer_inputs=(0, 1, 1))
 LAYERS = 0, 1, 1, 1
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
+SIZES += ("num_kv_heads", "head_dim", "max_positions", "target_hidden_size")
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +91,19 @@ def parts_of_loss(target):
     loss = eagle_loss.HeadLoss(*eagle_loss.modules_of(checkpoint, 40), 3, 0.8, windows=False)
     head = models.build(eagle.dataclasses.replace(config, own_unembedding=True))
     return loss, head, eagle._without_frozen(models.init_params(head, 1)), frozen
+
+
+@pytest.mark.parametrize("case", ["gemma2", "gemma3", "gpt_oss", "mixtral", "gpt2"])
+def test_a_head_has_the_sizes_of_its_target_and_no_other_setting(case):
+    target = models.load_config(GOLDEN / case)
+    config = eagle.head_config(eagle.HeadShape(**HEAD), target)
+    assert config.hidden_size == config.target_hidden_size == target.hidden_size
+    assert config.intermediate_size == target.intermediate_size * max(target.experts_per_token, 1)
+    defaults = models.EagleConfig(**{field: getattr(config, field) for field in SIZES})
+    changed = dict(draft_vocab_size=40, layer_inputs=(0, 1, 1), positions=config.positions)
+    changed |= dict(norm_eps=target.norm_eps, own_unembedding=False, family="llama")
+    assert config == dataclasses.replace(defaults, **changed, tie_embeddings=False)
+    assert config.rope == (target.rope or models.Rope())
 
 
 def test_steps_of_the_loss_are_drafts_from_every_position(target, rows):

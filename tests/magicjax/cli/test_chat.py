@@ -230,6 +230,9 @@ def test_sampling_is_what_the_files_ask_for(sampling_model, run):
     greedy, errors = text(hot)
     assert greedy != sampled and greedy == text(sampling_model())[0]
     assert "asks for temperature 50, top_k 30 (--do-sample)" in errors
+    assert "asks for top_k 30 (--do-sample)" in text(sampling_model(top_k=30))[1]
+    penalized = text(sampling_model(temperature=0.5, repetition_penalty=1.2))[1]
+    assert "repetition_penalty 1.2 (repetition_penalty: not supported)" in penalized
     for settings, message in (
         (dict(temperature=0.6, min_p=0.1, repetition_penalty=1.2), "min_p, repetition_penalty"),
         ({}, "no generation_config.json that asks for sampling"),
