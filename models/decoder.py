@@ -185,7 +185,7 @@ class DecoderConfig:
             self.num_experts is not None or self.experts_per_token
         ):
             raise ValueError(
-                f"num_experts={self.num_experts}, experts_per_token={self.experts_per_token}: a "
+                f"{self.experts_per_token} of {self.num_experts} experts for each token: a "
                 "token uses from 1 to num_experts experts; without experts, omit both"
             )
         for name in ("query_scale", "attention_softcap", "logits_softcap", "swiglu_limit"):
@@ -230,7 +230,9 @@ class DecoderConfig:
                 )
             return
         if self.sliding_window < 1:
-            raise ValueError(f"sliding_window={self.sliding_window}: a token sees at least itself")
+            raise ValueError(
+                f"sliding_window={self.sliding_window}: it must be 1 or more, or null for none"
+            )
         if isinstance(self.positions, Alibi):
             raise ValueError(
                 f"sliding_window={self.sliding_window} with ALiBi is not supported: omit one"

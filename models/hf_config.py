@@ -463,7 +463,10 @@ def _full_layers(reader: _Reader, layers: int, default: Iterable[int]) -> tuple[
                 f"{FULL!r} or {SLIDING!r}"
             )
     if len(kinds) != layers:
-        raise ValueError(f"layer_types has {len(kinds)} entries, and the model {layers} layers")
+        raise ValueError(
+            f"layer_types has {len(kinds)} entries, and num_hidden_layers is {layers}: correct "
+            "one of them"
+        )
     return tuple(layer for layer, kind in enumerate(kinds) if kind == FULL)
 
 

@@ -44,11 +44,22 @@ class Prefix:
         """The arrays, which can be donated to a program once the prefix is not stored."""
         return self.cache, self.drafter_state
 
-    @property
-    def has_rings(self) -> bool:
-        """Whether some layer of a model has a sliding window."""
+    def holds(self, count: int) -> bool:
+        """Whether the caches still have all that a token after the first `count` ones sees.
+
+        Later tokens of a text that is longer than a ring have overwritten earlier ones, all but
+        `RING_SPARE` of which it needed no more.
+        """
         caches = jax.tree.leaves(self.row, is_leaf=lambda x: isinstance(x, KVCache))
-        return any(isinstance(x, KVCache) and any(x.windows) for x in caches)
+        layers = [
+            layer
+            for cache in caches
+            if isinstance(cache, KVCache)
+            for layer, window in zip(cache.k, cache.windows, strict=True)
+            if window is not None
+        ]
+        length = len(self.tokens)
+        return length - count <= RING_SPARE or all(length <= x.shape[2] for x in layers)
 
     @property
     def num_bytes(self) -> int:
@@ -68,7 +79,7 @@ class PrefixStore:
       max_host_bytes: 0: nothing is stored in host memory.
       min_shared: common tokens; prefixes that share fewer are not reused.
       recomputed: of the common tokens, those that are computed again. A model with sliding windows
-        can go on from the last `RING_SPARE` tokens of a text only.
+        goes on from the last `RING_SPARE` tokens of a text that is longer than its rings.
       lookups, hits: prompts that were looked up, and those that shared enough tokens.
       host_hits: the hits of prefixes that were in host memory.
       reused_tokens: of all hits.
@@ -139,8 +150,7 @@ class PrefixStore:
         best, common = None, self.min_shared - 1
         for entry in reversed(self._entries):
             count = common_prefix(entry.tokens, tokens)
-            dropped = len(entry.tokens) - count + self.recomputed
-            if count > common and (dropped <= RING_SPARE or not entry.has_rings):
+            if count > common and entry.holds(count - self.recomputed):
                 best, common = entry, count
         return (None, 0) if best is None else (best, common)
 

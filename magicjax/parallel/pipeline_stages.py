@@ -26,17 +26,22 @@ from sharding import STAGES
 def check_layers(config: Any, stages: int) -> None:
     """Raises ValueError unless the layers divide over the stages into equal parts."""
     layers = config.num_layers
-    if layers % stages:
-        divisors = [n for n in range(1, layers + 1) if layers % n == 0]
-        below, above = max(n for n in divisors if n < stages), [n for n in divisors if n > stages]
-        nearest = " or ".join(map(str, [below, *above[:1]]))
-        raise ValueError(f"stage={stages} does not divide its {layers} layers: use {nearest}")
     slides = getattr(config, "slides", (False,) * layers)
-    if any(slides[i] != slides[i % (layers // stages)] for i in range(layers)):
-        raise ValueError(
-            f"stage={stages} gives stages different layers with sliding windows, and all stages "
-            "must be alike: use another number, or a mesh without stages"
-        )
+
+    def alike(count: int) -> bool:
+        return all(slides[i] == slides[i % (layers // count)] for i in range(layers))
+
+    divisors = [n for n in range(1, layers + 1) if layers % n == 0 and alike(n)]
+    if stages in divisors:
+        return
+    below, above = max(n for n in divisors if n < stages), [n for n in divisors if n > stages]
+    nearest = " or ".join(map(str, [below, *above[:1]]))
+    if layers % stages:
+        raise ValueError(f"stage={stages} does not divide its {layers} layers: use {nearest}")
+    raise ValueError(
+        f"stage={stages} gives stages different layers with sliding windows, and all stages must "
+        f"be alike: use {nearest}"
+    )
 
 
 def check_micro_batches(micro_batches: int | None, rows: int, stages: int) -> None:

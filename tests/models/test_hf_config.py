@@ -209,7 +209,7 @@ def test_layer_types_that_do_not_fit_are_errors():
     mixed = ["sliding_attention", "full_attention"] * 2
     for raw, message in (
         (family_config("mistral", sliding_window=16, layer_types=mixed), "all layers of"),
-        ({**QWEN_WINDOW, "layer_types": mixed[:3]}, "has 3 entries, and the model 4 layers"),
+        ({**QWEN_WINDOW, "layer_types": mixed[:3]}, "has 3 entries, and num_hidden_layers is 4"),
         ({**QWEN_WINDOW, "layer_types": ["linear_attention"] * 4}, "'linear_attention', which is"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -140,7 +140,7 @@ def test_layers_scan_over_stacked_parameters(module, attend_causally, random_par
     [
         ({"num_kv_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
         ({"head_dim": 5}, "head_dim=5 must be even"),
-        ({"sliding_window": 0}, "sliding_window=0: a token sees at least itself"),
+        ({"sliding_window": 0}, "sliding_window=0: it must be 1 or more"),
         ({"full_layers": (1,)}, "without sliding_window no layer has a window"),
         ({"sliding_window": 8, "full_layers": (2, 1)}, "full_layers=.* each once, in order"),
         ({"sliding_window": 8, "positions": models.Alibi()}, "with ALiBi is not supported"),

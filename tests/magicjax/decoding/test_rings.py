@@ -173,8 +173,8 @@ def test_a_tree_deeper_than_the_ring_of_a_draft_is_an_error():
 # Engines
 
 
-def engine(drafting: str) -> magicjax.Engine:
-    config = magicjax.EngineConfig(slots=2, capacity=WIDTH, prefill_chunk=128, prefix_bytes=10**7)
+def engine(drafting: str, chunk: int = 128) -> magicjax.Engine:
+    config = magicjax.EngineConfig(slots=2, capacity=WIDTH, prefill_chunk=chunk, prefix_bytes=10**7)
     return magicjax.Engine(model(), config=config, **draftings("mixed")[drafting])
 
 
@@ -201,6 +201,13 @@ def test_an_engine_goes_on_from_the_end_of_a_text_only(drafting):
     # Most of this text is stored, but the rings no longer have the end of what it shares.
     shared = np.concatenate([turn[: len(text) - RING_SPARE], np.arange(20)])
     assert checked(running, [shared], 20) == [0]
+
+
+def test_a_text_that_fits_the_rings_serves_any_of_its_beginnings():
+    running, text = engine("plain", chunk=32), prompts()[1][:180]
+    assert checked(running, [text], 12) == [0]  # 191 tokens in rings of 192 slots
+    shared = np.concatenate([text[:40], np.arange(20)])
+    assert checked(running, [shared], 20) == [40]
 
 
 CACHES = ["plain", "snapkv", "near", "cascade", "wide window"]

@@ -122,6 +122,13 @@ def test_layers_that_do_not_divide(layers, count, nearest):
         pipeline_stages.check_layers(types.SimpleNamespace(num_layers=layers), count)
 
 
+def test_stages_with_different_windows_are_errors_that_name_the_nearest_numbers():
+    config = types.SimpleNamespace(num_layers=12, slides=(True, True, False) * 4)
+    pipeline_stages.check_layers(config, 4)
+    with pytest.raises(ValueError, match="stage=6 gives .* must be alike: use 4$"):
+        pipeline_stages.check_layers(config, 6)
+
+
 def test_few_micro_batches_where_weights_dominate_and_many_where_caches_do():
     assert pipeline_stages.best_micro_batches(8, 2, weights=100, caches=1) == 1
     assert pipeline_stages.best_micro_batches(8, 2, weights=1, caches=100) == 8
