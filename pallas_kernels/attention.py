@@ -5,6 +5,7 @@ mask allows. Chains, trees, prompt chunks and single tokens are special cases.
 """
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +13,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import reference, xla
+from pallas_kernels import device_check, reference, xla
 from pallas_kernels.argument_checks import check_dtypes, check_heads, check_shapes
 from pallas_kernels.cpu import attention as cpu_attention
 from pallas_kernels.cpu import build
 from pallas_kernels.mosaic_gpu import mosaic
 from pallas_kernels.quantized import Quantized
+from pallas_kernels.tpu import attention as tpu_attention
 
 BACKENDS: dict[str, Callable[..., tuple[Array, Array]]] = {
     "reference": reference.attend,
@@ -25,7 +27,11 @@ BACKENDS: dict[str, Callable[..., tuple[Array, Array]]] = {
     "cpu": cpu_attention.attend,
     "mosaic": mosaic.attend,
     "mosaic_interpreted": functools.partial(mosaic.attend, interpreted=True),
+    "tpu": tpu_attention.attend,
+    "tpu_interpreted": functools.partial(tpu_attention.attend, interpret=True),
 }
+ACCELERATED = {"gpu": "mosaic", "tpu": "tpu"}  # the kernel for each platform but CPUs
+SWITCH = "MAGICJAX_BACKEND"
 
 
 def choose_backend(
@@ -37,37 +43,58 @@ def choose_backend(
     """Returns the name of the backend that `tree_attention` and `prefix_mass` use.
 
     Args:
-      backend: a name from BACKENDS; None: cpu, the native kernels, where JAX's default device (and
-        `device`) is a CPU that has them, else xla. (mosaic has yet to run on a GPU, so it is never
-        the default.)
-      dtype, head_dim: of the queries; None: not checked.
-      device: that runs the program; None: not checked.
+      backend: a name from BACKENDS; None: $MAGICJAX_BACKEND, or the kernel of the device (cpu,
+        mosaic or tpu) if it supports the call and has passed its self-check there, else xla.
+      dtype, head_dim: of the queries; None: not checked, and an accelerator's kernel is not chosen.
+      device: that runs the program; None: JAX's default device, and it is not checked.
 
     Raises:
       ValueError: the backend is unknown or does not support the call.
     """
+    backend = backend or os.environ.get(SWITCH) or None
     if backend is None:
-        on_cpu = device is None or device.device_kind == "cpu"
-        return "cpu" if on_cpu and build.is_default() else "xla"
+        return _default(dtype, head_dim, device or jax.local_devices()[0])
     if backend not in BACKENDS:
         raise ValueError(
             f"backend={backend!r} is unknown: use one of {sorted(BACKENDS)}, or omit backend"
         )
-    if backend == "mosaic":
-        reason = mosaic.unsupported_reason(dtype, head_dim, device)
-    elif backend == "mosaic_interpreted":
-        reason = mosaic.unsupported_reason(dtype, head_dim)
-        reason = reason or mosaic.interpreter_unsupported_reason()
-    elif backend == "cpu":
-        reason = build.unavailable_reason()
-        reason = reason and f"is not available: {reason}"
-        if device is not None and device.device_kind != "cpu":
-            reason = f"runs on CPUs and this device is {device.device_kind}"
-    else:
-        return backend
-    if reason:
+    if reason := _unsupported_reason(backend, dtype, head_dim, device):
         raise ValueError(f"backend={backend!r} {reason}; use backend='xla', or omit backend")
     return backend
+
+
+def _default(dtype: jnp.dtype | None, head_dim: int | None, device: jax.Device) -> str:
+    """Returns the fastest backend that supports a call and is right on the device."""
+    if device.platform == "cpu":
+        return "cpu" if build.is_default() else "xla"
+    backend = ACCELERATED.get(device.platform)
+    if backend is None or dtype is None or head_dim is None:
+        return "xla"
+    if _unsupported_reason(backend, dtype, head_dim, device):
+        return "xla"
+    right = device_check.is_right(backend, BACKENDS[backend], jnp.dtype(dtype).name, head_dim)
+    return backend if right else "xla"
+
+
+def _unsupported_reason(
+    backend: str, dtype: jnp.dtype | None, head_dim: int | None, device: jax.Device | None
+) -> str | None:
+    """Returns why a backend does not support a call, None if it does."""
+    if backend == "mosaic":
+        return mosaic.unsupported_reason(dtype, head_dim, device)
+    if backend == "mosaic_interpreted":
+        reason = mosaic.unsupported_reason(dtype, head_dim)
+        return reason or mosaic.interpreter_unsupported_reason()
+    if backend == "tpu":
+        return tpu_attention.unsupported_reason(dtype, device)
+    if backend == "tpu_interpreted":
+        return tpu_attention.unsupported_reason(dtype)
+    if backend == "cpu":
+        reason = build.unavailable_reason()
+        if device is not None and device.device_kind != "cpu":
+            return f"runs on CPUs and this device is {device.device_kind}"
+        return reason and f"is not available: {reason}"
+    return None
 
 
 def tree_attention(
@@ -95,8 +122,8 @@ def tree_attention(
       k_prefix, v_prefix: the committed cache. Slots from `lengths` on are not seen, but their
         values must be finite (a hidden slot has weight 0, and 0 * NaN is NaN). Both may be
         `Quantized`: they are dequantized when they are read, to q's dtype (`xla`) or to the
-        accumulator dtype (`reference`, `cpu`). `mosaic` multiplies 8-bit integers directly and
-        applies their scales to scores and weights.
+        accumulator dtype (`reference`, `cpu`). `mosaic` and `tpu` multiply 8-bit integers directly
+        and apply their scales to scores and weights.
       lengths: the committed tokens of each row: 0 to S, or any number with `seen_from`.
       k_new, v_new: keys and values of tokens that are not in the cache.
       mask: True where a query may see a new token; [T, N] is shared by the rows.
@@ -127,10 +154,7 @@ def tree_attention(
     if softcap is not None:
         options["softcap"] = softcap
     if options and chosen.startswith("mosaic"):
-        raise ValueError(
-            f"backend={chosen!r} does not support {' and '.join(options)}, which models with "
-            "sliding windows or capped scores need: use backend='xla', or omit backend"
-        )
+        chosen = "xla"  # the kernel has no windows and caps
     mask = mask if mask.ndim == 3 else mask[None]
     with jax.named_scope("tree_attention"):
         arguments = q, k_prefix, v_prefix, lengths, k_new, v_new, mask, first_row

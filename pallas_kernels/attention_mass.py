@@ -14,14 +14,6 @@ from pallas_kernels.attention import choose_backend
 from pallas_kernels.lse_merge import accumulator_dtype
 from pallas_kernels.quantized import Quantized
 
-MASS_BACKENDS = {
-    "reference": reference.mass,
-    "xla": xla.mass,
-    "cpu": xla.mass,  # there are no other kernels for the mass
-    "mosaic": xla.mass,
-    "mosaic_interpreted": xla.mass,
-}
-
 
 def prefix_mass(
     q: Float[Array, "B T H D"],
@@ -54,7 +46,8 @@ def prefix_mass(
     Raises:
       ValueError: unknown backend, or inconsistent shapes or dtypes.
     """
-    mass = MASS_BACKENDS[choose_backend(backend)]
+    # There are no kernels for the mass.
+    mass = reference.mass if choose_backend(backend) == "reference" else xla.mass
     _check(q, k_prefix, seen, lse)
     if k_prefix.shape[2] == 0:
         return jnp.zeros(k_prefix.shape[:3], accumulator_dtype(q.dtype))

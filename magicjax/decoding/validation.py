@@ -278,7 +278,10 @@ def checked_logprobs(target: Model, params: Sequence[SamplingParams]) -> int | N
 
 
 def checked_backend(target: Model, drafter: Drafter | None, backend: str | None) -> str:
-    """Returns the backend; it supports all models of the request."""
-    for model in (target, *placement.models_of(drafter)):
-        choose_backend(backend, model.dtype, model.config.kv_head_dim, jax.devices()[0])
-    return choose_backend(backend)
+    """Returns the backend of all models of a request; one that all of them support."""
+    device = jax.local_devices()[0]
+    chosen = {
+        choose_backend(backend, model.dtype, model.config.kv_head_dim, device)
+        for model in (target, *placement.models_of(drafter))
+    }
+    return chosen.pop() if len(chosen) == 1 else "xla"

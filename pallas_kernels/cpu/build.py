@@ -31,6 +31,7 @@ logger = logging.getLogger("magicjax")
 
 SWITCH = "MAGICJAX_CPU_KERNELS"
 FOLDER = pathlib.Path(__file__).parent  # of the sources and headers
+ATTENTION_CHECK = FOLDER.with_name("attention_check.py")
 TARGETS = {"magicjax_linear": "Linear", "magicjax_tree_attention": "TreeAttention"}
 COMPILERS = ("g++", "clang++", "c++")
 NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
@@ -43,11 +44,11 @@ PASSED = "ok"  # the content of a file with a verdict
 _lock = threading.Lock()
 
 
-class _UnavailableError(Exception):
+class UnavailableError(Exception):
     """Says why there are no kernels."""
 
 
-class _NoCompilerError(_UnavailableError):
+class _NoCompilerError(UnavailableError):
     pass
 
 
@@ -111,14 +112,14 @@ def _warn(reason: str) -> str:
 
 
 @functools.cache
-def _library_or_error() -> tuple[ctypes.CDLL | None, _UnavailableError | None]:
+def _library_or_error() -> tuple[ctypes.CDLL | None, UnavailableError | None]:
     """Returns the registered library, or why there is none."""
     try:
         opened = _checked_library()
-    except _UnavailableError as error:
+    except UnavailableError as error:
         return None, error
     except OSError as error:  # of the cache folder
-        return None, _UnavailableError(str(error))
+        return None, UnavailableError(str(error))
     for target, symbol in TARGETS.items():
         capsule = jax.ffi.pycapsule(getattr(opened, symbol))
         jax.ffi.register_ffi_target(target, capsule, platform="cpu")
@@ -131,7 +132,7 @@ def _checked_library() -> ctypes.CDLL:
     path = _library_path(compiler)
     verdict = _verdict(path).read_text() if _verdict(path).is_file() else ""
     if verdict not in ("", PASSED):
-        raise _UnavailableError(f"{verdict}; delete {_verdict(path)} to try again")
+        raise UnavailableError(f"{verdict}; delete {_verdict(path)} to try again")
     path, opened = _open(compiler, path)
     if not verdict and CHECKING not in os.environ:
         _check(path)
@@ -150,8 +151,8 @@ def _open(compiler: list[str], path: pathlib.Path) -> tuple[pathlib.Path, ctypes
             return path, opened
         except (OSError, AttributeError) as error:
             failure = f"the library cannot be loaded: {error}"
-    _write(_verdict(path), failure)
-    raise _UnavailableError(failure)
+    write(_verdict(path), failure)
+    raise UnavailableError(failure)
 
 
 def _compiler() -> list[str]:
@@ -176,12 +177,13 @@ def _library_path(compiler: list[str]) -> pathlib.Path:
     """Returns the path of the library that this machine compiles."""
     version = _run([*compiler, "--version"])
     parts = (FLAGS, compiler, version, jaxlib.__version__, _processor())
-    return _cache_folder() / "kernels" / f"{_digest(*parts, suffixes=('.cc', '.h'))}.so"
+    return cache_folder() / "kernels" / f"{_digest(*parts, suffixes=('.cc', '.h'))}.so"
 
 
 def _verdict(library: pathlib.Path) -> pathlib.Path:
     """Returns the path of the verdict on a library, which a change of the check invalidates."""
-    return library.with_name(f"{library.stem}-{_digest(suffixes=('.py',))}.checked")
+    checks = _digest(ATTENTION_CHECK.read_bytes(), suffixes=(".py",))
+    return library.with_name(f"{library.stem}-{checks}.checked")
 
 
 def _processor() -> str:
@@ -195,14 +197,14 @@ def _processor() -> str:
     return "\n".join([described, *(x for x in first.splitlines() if x.startswith(fields))])
 
 
-def _cache_folder() -> pathlib.Path:
+def cache_folder() -> pathlib.Path:
     """Returns `$MAGICJAX_CACHE`, by default magicjax/ in the user's cache folder."""
     if folder := os.environ.get("MAGICJAX_CACHE"):
         return pathlib.Path(folder).absolute()
     try:
         user = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     except RuntimeError as error:
-        raise _UnavailableError(f"{error}: set MAGICJAX_CACHE to a folder") from None
+        raise UnavailableError(f"{error}: set MAGICJAX_CACHE to a folder") from None
     return pathlib.Path(user).absolute() / "magicjax"
 
 
@@ -243,13 +245,13 @@ def _run(command: list[str]) -> str:
             command, env=environment, capture_output=True, stdin=subprocess.DEVNULL
         )
     except OSError as error:
-        raise _UnavailableError(f"{command[0]} cannot be run: {error}") from None
+        raise UnavailableError(f"{command[0]} cannot be run: {error}") from None
     if done.returncode == 0:
         return done.stdout.decode(errors="replace")
     lines = done.stderr.decode(errors="replace").strip().splitlines()
     first = next((i for i, line in enumerate(lines) if "error" in line), 0)
     message = "\n".join(lines[first : first + 3]) or f"it exited with code {done.returncode}"
-    raise _UnavailableError(f"the compiler {command[0]} failed: {message}")
+    raise UnavailableError(f"the compiler {command[0]} failed: {message}")
 
 
 def _check(path: pathlib.Path) -> None:
@@ -266,19 +268,19 @@ def _check(path: pathlib.Path) -> None:
             timeout=300,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise _UnavailableError(f"the self-check did not finish: {error}") from None
+        raise UnavailableError(f"the self-check did not finish: {error}") from None
     if done.returncode == 0:
-        return _write(_verdict(path), PASSED)
+        return write(_verdict(path), PASSED)
     mismatch = done.stdout.decode(errors="replace").strip()
     last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
     failure = f"the self-check failed: {mismatch or last or 'no message'}"
     if mismatch:  # a crash can have other causes, so it is not remembered
-        _write(_verdict(path), failure)
-        raise _UnavailableError(failure)
-    raise _UnavailableError(f"{failure} (exit code {done.returncode})")
+        write(_verdict(path), failure)
+        raise UnavailableError(failure)
+    raise UnavailableError(f"{failure} (exit code {done.returncode})")
 
 
-def _write(path: pathlib.Path, text: str) -> None:
+def write(path: pathlib.Path, text: str) -> None:
     """Writes a file, if the folder is writable; other processes see all of it or nothing."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     with contextlib.suppress(OSError):

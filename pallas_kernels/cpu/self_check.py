@@ -7,16 +7,15 @@ the trace in which kernels are first needed do not matter.
 import sys
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import reference
+from pallas_kernels import attention_check
+from pallas_kernels.attention_check import difference
 from pallas_kernels.cpu import attention, build, linear
 from pallas_kernels.cpu.linear import Matrix
-from pallas_kernels.quantized import Quantized
 
-TOLERANCES = {jnp.float32: 1e-5, jnp.bfloat16: 1e-2, jnp.float16: 1e-2}
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 def check() -> str | None:
@@ -27,7 +26,7 @@ def check() -> str | None:
 def _check_linear() -> str | None:
     """Returns the first mismatch of products with floating-point and quantized matrices."""
     random = np.random.default_rng(0)
-    for dtype in TOLERANCES:
+    for dtype in DTYPES:
         x = jnp.asarray(random.standard_normal((9, 128)), dtype)
         weights = [random.standard_normal((outputs, 128)) for outputs in (5, 67)]
         cases = {"floating-point": [Matrix(jnp.asarray(weight, dtype)) for weight in weights]}
@@ -42,7 +41,7 @@ def _check_linear() -> str | None:
             for y, matrix in zip(actual, matrices, strict=True):
                 expected = np.asarray(rows, float) @ _dequantized(matrix).T
                 where = f"linear, {case}, x in {jnp.dtype(dtype)}"
-                if mismatch := _mismatch(where, y, expected, 1e-5):
+                if mismatch := difference(where, y, expected, 1e-5):
                     return mismatch
             if mismatch := _check_expert(f"linear, expert, {case}", rows, matrices[1], actual[1]):
                 return mismatch
@@ -83,71 +82,11 @@ def _dequantized(matrix: Matrix) -> np.ndarray:
 
 
 def _check_attention() -> str | None:
-    """Returns the first mismatch of `attend` in all dtypes, for single tokens and for trees."""
-    for dtype, tolerance in TOLERANCES.items():
-        for case, rows, nodes, first_row in (("decoding", 2, 1, None), ("tree", 3, 9, 1)):
-            inputs = [x.astype(dtype) for x in _attention_inputs(rows, nodes, first_row or 0)]
-            where = f"tree_attention, {case} in {jnp.dtype(dtype)}"
-            if mismatch := _compare_attention(where, inputs, inputs, first_row, tolerance):
-                return mismatch
-    q, k_prefix, v_prefix, k_new, v_new = _attention_inputs(3, 9, 1)
-    values = [np.clip(np.round(40 * x), -127, 127) for x in (k_prefix, v_prefix)]
-    scales = np.linspace(0.02, 0.03, values[0][..., 0].size, dtype=np.float32)
-    scales = scales.reshape(values[0].shape[:3])
-    int8 = [Quantized(jnp.asarray(x, jnp.int8), jnp.asarray(scales), 8) for x in values]
-    wide = [q, *(x * scales[..., None] for x in values), k_new, v_new]
-    where = "tree_attention, int8 cache"
-    if mismatch := _compare_attention(where, [q, *int8, k_new, v_new], wide, 1, 1e-5):
-        return mismatch
-    inputs = [q, k_prefix[:, :, :64], v_prefix[:, :, :64], k_new, v_new]
-    seen_from = np.array([[0], [20], [600]], np.int32) + np.arange(9, dtype=np.int32)
-    lengths = np.array([0, 75, 640], np.int32)
-    return _compare_attention("tree_attention, ring", inputs, inputs, 1, 1e-5, lengths, seen_from)
-
-
-def _attention_inputs(rows: int, nodes: int, other_rows: int) -> list[np.ndarray]:
-    """Returns q, k_prefix, v_prefix, k_new and v_new; the caches have `other_rows` in front."""
-    K, G, S, D = 2, 3, 75, 64
-    random = np.random.default_rng(0)
-    prefix, new = (rows + other_rows, K, S, D), (rows, nodes, K, D)
-    shapes = ((rows, nodes, K * G, D), prefix, prefix, new, new)
-    return [random.standard_normal(shape, np.float32) for shape in shapes]
-
-
-def _compare_attention(
-    where: str,
-    inputs: list,
-    wide: list,
-    first_row: int | None,
-    tolerance: float,
-    lengths: np.ndarray | None = None,
-    seen_from: np.ndarray | None = None,
-) -> str | None:
-    """Returns the first mismatch with the reference on the same inputs in float32."""
-    rows, nodes = inputs[0].shape[:2]
-    if lengths is None:
-        lengths = np.resize(np.array([0, 75, 37], np.int32), rows)
-    mask = np.random.default_rng(1).random((rows, nodes, nodes)) < 0.5
-    mask[:, -1] = nodes == 1  # of a tree, the last query of row 0 sees no key
-    wide = [x.astype(np.float32) for x in wide]
-    actual, expected = (
-        jax.jit(attend)(*x[:3], lengths, *x[3:], mask, first_row, seen_from)
-        for attend, x in ((attention.attend, inputs), (reference.attend, wide))
-    )
-    # The lse of a query that sees no key is -1e29, which would hide the others.
-    lses = [np.maximum(lse, -100) for lse in (actual[1], expected[1])]
-    return _mismatch(f"{where}, out", actual[0], expected[0], tolerance) or _mismatch(
-        f"{where}, lse", lses[0], lses[1], tolerance
-    )
-
-
-def _mismatch(where: str, actual: Any, expected: Any, tolerance: float) -> str | None:
-    """Returns a message unless the relative error is at most the tolerance."""
-    actual, expected = np.asarray(actual, float), np.asarray(expected, float)
-    error = np.linalg.norm(actual - expected) / np.linalg.norm(expected)
-    if error <= tolerance:
-        return None
-    return f"{where}: relative error {error:.1e}, at most {tolerance:.0e}"  # nan is an error
+    """Returns the first mismatch of `attend` in all dtypes."""
+    for dtype in DTYPES:
+        if message := attention_check.mismatch(attention.attend, dtype):
+            return message
+    return None
 
 
 def main() -> int:

@@ -9,11 +9,12 @@ import pytest
 
 from pallas_kernels import prefix_mass, tree_attention
 from pallas_kernels.cpu import build
+from pallas_kernels.mosaic_gpu import mosaic
 from pallas_kernels.xla import BLOCK
 from tests.pallas_kernels.attention_cases import CPU, relative_error
 
 H, K, D = 4, 2, 16
-every_backend = pytest.mark.parametrize("backend", ["reference", "xla", CPU])
+every_backend = pytest.mark.parametrize("backend", ["reference", "xla", CPU, "tpu_interpreted"])
 # Committed tokens of each row, the window, and the slots: full caches, rings that have wrapped
 # never, once and often, windows within a block and over chunks of the kernel.
 CASES = {
@@ -206,8 +207,11 @@ def test_what_a_backend_does_not_support_is_an_error():
         tree_attention(**(inputs | {"seen_from": inputs["seen_from"][:, :2]}))
     with pytest.raises(ValueError, match="seen_from is float32: it must be an integer"):
         tree_attention(**(inputs | {"seen_from": inputs["seen_from"].astype(jnp.float32)}))
-    wide = jax.tree.map(lambda x: x, inputs)
-    for name in ("q", "k_prefix", "v_prefix", "k_new", "v_new"):
-        wide[name] = jnp.zeros((*inputs[name].shape[:3], 64), jnp.bfloat16)
-    with pytest.raises(ValueError, match="does not support seen_from and softcap"):
-        tree_attention(**wide, softcap=1.0, backend="mosaic_interpreted")
+
+
+def test_windows_run_in_xla_where_the_kernel_for_hopper_has_none(monkeypatch):
+    monkeypatch.setattr(mosaic, "unsupported_reason", lambda *_: None)
+    inputs = inputs_of(*CASES["ring"])
+    found = tree_attention(**inputs, softcap=1.0, backend="mosaic")
+    expected = tree_attention(**inputs, softcap=1.0, backend="xla")
+    np.testing.assert_array_equal(found, expected)

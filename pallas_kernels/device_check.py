@@ -1,0 +1,94 @@
+"""Decides whether an accelerator's kernel is right on a device, so that it can be the default.
+
+Kernels are checked on the device on first use, with a few small calls (`attention_check`), and the
+verdict is stored by device, driver and versions in `$MAGICJAX_CACHE/kernels`. A kernel that failed,
+or whose check did not finish because the process crashed, is replaced by XLA, with a warning.
+"""
+
+import concurrent.futures
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+import pathlib
+from collections.abc import Callable
+
+import jax
+import jaxlib
+
+from pallas_kernels import attention_check
+from pallas_kernels.cpu import build
+
+logger = logging.getLogger("magicjax")
+
+PASSED, RUNNING = "ok", "running in process "  # the contents of a file with a verdict
+
+
+@functools.cache
+def is_right(backend: str, attend: Callable, dtype: str, head_dim: int) -> bool:
+    """Returns whether a kernel agrees with the reference on the default device.
+
+    Args:
+      backend: its name.
+      attend: the kernel.
+      dtype, head_dim: of the queries.
+    """
+    path = _verdict(backend, dtype, head_dim)
+    verdict = path.read_text() if path is not None and path.is_file() else ""
+    if verdict.startswith(RUNNING):
+        finished = not _is_alive(int(verdict.removeprefix(RUNNING)))
+        verdict = "its self-check did not finish" if finished else ""
+    if not verdict:
+        _write(path, f"{RUNNING}{os.getpid()}")
+        verdict = _check(attend, dtype, head_dim)
+        _write(path, verdict)
+    if verdict != PASSED:
+        again = "" if path is None else f"; delete {path} to try again"
+        logger.warning("attention runs in XLA, not in the kernel %r: %s%s", backend, verdict, again)
+    return verdict == PASSED
+
+
+def _check(attend: Callable, dtype: str, head_dim: int) -> str:
+    """Returns a verdict; a thread of its own has no trace, in which kernels may be needed first."""
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        try:
+            check = attention_check.mismatch
+            return thread.submit(check, attend, dtype, head_dim).result() or PASSED
+        except Exception as error:  # of a compiler or driver: any class
+            return f"its self-check failed: {type(error).__name__}: {str(error)[:500]}"
+
+
+def _verdict(backend: str, dtype: str, head_dim: int) -> pathlib.Path | None:
+    """Returns the path of a verdict, which depends on all that may change it; None: no folder."""
+    device = jax.local_devices()[0]
+    versions = jax.__version__, jaxlib.__version__, device.client.platform_version
+    folder = pathlib.Path(__file__).parent
+    sources = sorted([*folder.glob("*.py"), *folder.glob("tpu/*.py"), *folder.glob("mosaic_gpu/*")])
+    contents = [path.read_bytes() for path in sources if path.is_file()]
+    key = backend, dtype, head_dim, device.device_kind, versions, contents
+    name = f"{backend}-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.checked"
+    try:
+        return build.cache_folder() / "kernels" / name
+    except build.UnavailableError:  # no home folder
+        return None
+
+
+def _write(path: pathlib.Path | None, verdict: str) -> None:
+    if path is not None:
+        with contextlib.suppress(OSError):  # without it every process checks
+            path.parent.mkdir(parents=True, exist_ok=True)
+        build.write(path, verdict)
+
+
+def _is_alive(process: int) -> bool:
+    """Returns whether another process of this machine is running."""
+    if process == os.getpid():
+        return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # of another user
+        return True
+    return True
