@@ -1,13 +1,14 @@
-"""`magicjax fit`: memory and communication of a workload on GPUs that are not attached.
+"""`magicjax fit`: memory and communication of a workload on GPUs or TPUs that are not attached.
 
-XLA's CUDA compiler compiles the programs, prefill and decoding, for those GPUs. It comes in two
-wheels, which the command downloads into a separate folder: if the plugin were installed, every
-import of JAX would look for GPUs. Without the wheels, sizes are estimated from shapes.
+XLA's CUDA compiler or libtpu compile the programs, prefill and decoding, for those devices. They
+come in wheels, which the command downloads into a separate folder: if they were installed, every
+import of JAX would look for devices. Without the wheels, sizes are estimated from shapes.
 """
 
 import argparse
 import bisect
 import dataclasses
+import importlib.metadata
 import json
 import math
 import os
@@ -31,16 +32,16 @@ from sharding import MeshSize, parse_mesh
 GB = 1e9
 USABLE = 0.95  # the remainder is for the CUDA context, NCCL's buffers and fragmentation
 DOES_NOT_FIT = 3
-WHEELS = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
+CUDA_WHEELS = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
 
 
 def add(commands: Any) -> None:
     """Adds the subcommand to those of `magicjax`."""
     parser = commands.add_parser(
         "fit",
-        help="check whether a workload fits GPUs that are not attached",
-        description="Compiles greedy decoding for GPUs that are not attached, and prints the "
-        "memory and communication of each GPU. Exit code 0: the workload fits; 3: it does not. "
+        help="check whether a workload fits GPUs or TPUs that are not attached",
+        description="Compiles greedy decoding for devices that are not attached, and prints the "
+        "memory and communication of each one. Exit code 0: the workload fits; 3: it does not. "
         "(Sampling also stores the draft's distributions: nodes x vocabulary in float32 per row.)",
         allow_abbrev=False,
     )
@@ -51,7 +52,7 @@ def add(commands: Any) -> None:
         help=f"self:streaming:{BUDGET}, small:PATH, ...; default: plain decoding",
     )
     parser.add_argument("--tree", default="", help="of the drafter; default: chain:4")
-    parser.add_argument("--batch", type=int, required=True, help="number of rows, over all GPUs")
+    parser.add_argument("--batch", type=int, required=True, help="number of rows, over all devices")
     parser.add_argument(
         "--context",
         type=token_count,
@@ -62,22 +63,24 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--device",
         required=True,
-        help=f"{', '.join(cost_model.DEVICES)}, or the path of a device description",
+        help=f"{', '.join(cost_model.DEVICES)}, or the path of a GPU's description",
     )
     parser.add_argument(
         "--mesh",
         default="model=1",
-        help="data=2,model=4, or with pipeline stages stage=2,model=4; default: one GPU",
+        help="data=2,model=4, or with pipeline stages stage=2,model=4; default: one device",
     )
     parser.add_argument(
         "--micro-batches", type=int, help="per pass through the stages; default: the fastest"
     )
     options.add_weights(parser)
     parser.add_argument(
-        "--draft-shards", type=int, help="number of GPUs over which a draft model is sharded"
+        "--draft-shards", type=int, help="number of devices over which a draft model is sharded"
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--backend", choices=("mosaic", "xla"), help="default: xla")
+    parser.add_argument(
+        "--backend", choices=("mosaic", "tpu", "xla"), help="default: the device's kernel, else xla"
+    )
     parser.add_argument(
         "--analytic", action="store_true", help="estimate from shapes, without compilation"
     )
@@ -97,6 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
     from magicjax.prediction.aot import (  # slow imports, for this command only
         aot_compile,
         memory_estimate,
+        targets,
     )
 
     options.check_context(arguments.target, arguments.context)
@@ -108,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
     compiled, reason = None, "--analytic"
     if not arguments.analytic:
         compiled, reason = _compile_apart(load)
-    report = summary(load, counted, compiled, aot_compile.device_memory_bytes(load.device))
+    report = summary(load, counted, compiled, targets.memory_bytes(load.device))
     if compiled is None:
         report["estimate"] = f"from shapes, not compiled ({reason})"
     print(json.dumps(report, indent=2) if arguments.json else as_text(report, arguments.verbose))
@@ -135,7 +139,7 @@ def summary(load: Any, counted: Any, compiled: dict | None, memory: int) -> dict
     report = {
         "workload": dataclasses.asdict(load)
         | {
-            "backend": load.attention,
+            "backend": counted.backend,
             "micro_batches": counted.micro_batches,
             "weights": weights and str(weights),
         },
@@ -246,16 +250,20 @@ def _compile_apart(load: Any) -> tuple[dict[str, Any] | None, str]:
     Raises:
       ValueError: the compiler failed.
     """
+    from magicjax.prediction.aot import targets
+
+    kind = "tpu" if targets.is_tpu(load.device) else "cuda"
     try:
-        wheels = _compiler()
+        wheels = _compiler(kind)
     except (OSError, subprocess.CalledProcessError) as error:
         output = getattr(error, "stderr", "") or str(error)
-        return None, f"the CUDA compiler cannot be downloaded: {output.strip().splitlines()[-1]}"
+        return None, f"the compiler cannot be downloaded: {output.strip().splitlines()[-1]}"
     path = os.pathsep.join(filter(None, [str(wheels), os.environ.get("PYTHONPATH", "")]))
     environment = os.environ | {
         "PYTHONPATH": path,
         "JAX_PLATFORMS": "cpu",  # otherwise the plugin looks for a driver
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        **(targets.TPU_ENVIRONMENT if kind == "tpu" else {}),
     }
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder) / "report.json"
@@ -267,20 +275,27 @@ def _compile_apart(load: Any) -> tuple[dict[str, Any] | None, str]:
         return json.loads(out.read_text()), ""
 
 
-def _compiler() -> pathlib.Path:
-    """Returns the folder with the CUDA compiler for this JAX; downloads it if it is missing."""
+def _compiler(kind: str) -> pathlib.Path:
+    """Returns the folder with a compiler for this JAX, "cuda" or "tpu"; downloads a missing one."""
     home = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-    folder = home / "magicjax" / f"cuda-compiler-{jax.__version__}"
+    folder = home / "magicjax" / f"{kind}-compiler-{jax.__version__}"
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    print(f"downloading the CUDA compiler into {folder} (once)", file=sys.stderr)
+    print(f"downloading the {kind.upper()} compiler into {folder} (once)", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=folder.parent) as partial:
         into = pathlib.Path(partial) / "wheels"
-        wheels = [f"{name}=={jax.__version__}" for name in WHEELS]
         pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--quiet", "--no-input"]
-        command = [*pip, "--disable-pip-version-check", "--target", str(into), *wheels]
+        command = [*pip, "--disable-pip-version-check", "--target", str(into), *_wheels(kind)]
         subprocess.run(command, capture_output=True, text=True, check=True)
         if not folder.is_dir():  # another process may have created it
             into.rename(folder)
     return folder
+
+
+def _wheels(kind: str) -> list[str]:
+    """Returns the requirements of a compiler for this JAX."""
+    if kind == "cuda":
+        return [f"{name}=={jax.__version__}" for name in CUDA_WHEELS]
+    needed = importlib.metadata.requires("jax") or ()
+    return [each.partition(";")[0].strip() for each in needed if each.startswith("libtpu")]

@@ -23,7 +23,8 @@ COLLECTIVE = re.compile(
     r"(?:-start)?\("
 )
 ZEROS = r"%(?:loop_|wrapped_)?broadcast(?:_fusion)?[.\d]*[),]"
-COPIED = re.compile(rf"= \(?\w+\[([\d,]+)\][^=\n]* copy(?:-start)?\((?!{ZEROS})")
+ON_CHIP = r"\{[^}]*S\(1\)\}"  # a layout in a TPU's VMEM, to which the compiler prefetches
+COPIED = re.compile(rf"= \(?\w+\[([\d,]+)\](?!{ON_CHIP})[^=\n]* copy(?:-start)?\((?!{ZEROS})")
 ARRAY = re.compile(r"\b(pred|[a-z]+\d+)[a-z\d]*\[([\d,]*)\]")
 CALLED = re.compile(r"(?:body|to_apply|calls)=%?([\w.\-]+)")
 TRUE_FALSE = re.compile(r"(?:true|false)_computation=%?([\w.\-]+)")
@@ -118,7 +119,10 @@ def _operation(line: str) -> Operation | None:
 
 
 def copied_sizes(text: str) -> Iterator[int]:
-    """Yields the number of elements of each copied array, except zeros that fill a new array."""
+    """Yields the number of elements of each array that is copied in a device's memory.
+
+    Zeros that fill a new array are not counted, nor what a TPU prefetches to its VMEM.
+    """
     for match in COPIED.finditer(text):
         yield _elements(match[1])
 

@@ -1,6 +1,6 @@
-"""Compiles the loop ahead of time for absent GPUs and reports on the compiled programs.
+"""Compiles the loop ahead of time for absent GPUs or TPUs and reports on the compiled programs.
 
-`magicjax fit` runs it in a process that has the CUDA compiler. No GPU or NVIDIA library is needed.
+`magicjax fit` runs it in a process that has XLA's CUDA compiler or libtpu. No driver is needed.
 """
 
 import argparse
@@ -18,8 +18,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import numpy as np
-from jax.experimental import topologies
-from jax.sharding import Mesh
 
 from magicjax import placement
 from magicjax.decoding import program_cache
@@ -35,14 +33,11 @@ from magicjax.model import Model
 from magicjax.parallel import offloading
 from magicjax.parallel.layouts import Offloaded
 from magicjax.prediction import hlo
+from magicjax.prediction.aot import targets
 from magicjax.sampling_params import SamplingParams
-from magicjax.suggest import did_you_mean
 from pallas_kernels import choose_backend
-from sharding import STAGE, AnyMesh, MeshSize, make_mesh
+from sharding import STAGE, AnyMesh, MeshSize
 
-DEVICES = {
-    path.stem: path for path in (pathlib.Path(__file__).with_name("devices")).glob("*.txtpb")
-}
 PROGRAMS = ("prefill", "init", "decode")
 REGISTERS = re.compile(r"Used (\d+) registers")
 SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -62,10 +57,10 @@ class Workload:
       batch: rows on all devices.
       context: tokens per row, including new ones.
       max_tokens: new tokens per row.
-      device: a name in `devices/`, or the path of a description.
+      device: of `targets.GPUS` or `targets.TPUS`, or the path of a GPU's description.
       data, model, stage: sizes of the mesh.
       micro_batches: of a mesh with stages; None: the fastest number.
-      backend: attention backend; None: xla.
+      backend: attention backend; None: the default on the device.
     """
 
     target: str
@@ -88,44 +83,6 @@ class Workload:
     @property
     def mesh_size(self) -> MeshSize:
         return MeshSize(self.data, self.model, self.stage)
-
-    @property
-    def attention(self) -> str:
-        """The attention backend of the compiled programs."""
-        return choose_backend(self.backend or "xla")
-
-
-def description(device: str) -> str:
-    """Returns XLA's description of a device: one of `DEVICES`, or a file in the same format.
-
-    Raises:
-      ValueError: the device is unknown.
-    """
-    if device.lower() in DEVICES:
-        return DEVICES[device.lower()].read_text()
-    if device.endswith(".txtpb") and pathlib.Path(device).is_file():
-        return pathlib.Path(device).read_text()
-    raise ValueError(
-        f"device={device} is unknown: use {', '.join(sorted(DEVICES))}, or the path of a "
-        f"description, NAME.txtpb{did_you_mean(device, DEVICES)}"
-    )
-
-
-def is_hopper(device: str) -> bool:
-    """Returns whether a device supports the mosaic backend."""
-    return bool(re.search(r"cuda_compute_capability\s*\{\s*major:\s*9\b", description(device)))
-
-
-def device_memory_bytes(device: str) -> int:
-    """Returns the bytes of a device's memory.
-
-    Raises:
-      ValueError: its description has no memory size.
-    """
-    match = re.search(r"device_memory_size: (\d+)", description(device))
-    if match is None:
-        raise ValueError(f"device={device} has no device_memory_size: add it to its description")
-    return int(match[1])
 
 
 def abstract_model(
@@ -172,10 +129,28 @@ def abstract_request(load: Workload, mesh: AnyMesh) -> Request:
     params = SamplingParams(max_tokens=load.max_tokens)
     request = validate(target, list(rows), params, options)
     request = place(request, load.micro_batches, put=shape)
-    for each in (request.target, *placement.models_of(drafter)):
-        choose_backend(load.attention, each.dtype, each.config.kv_head_dim)
-    settings = dataclasses.replace(request.settings, backend=load.attention)
+    settings = dataclasses.replace(request.settings, backend=_backend(load, request))
     return dataclasses.replace(request, settings=settings)
+
+
+def _backend(load: Workload, request: Request) -> str:
+    """Returns the attention backend of all models.
+
+    Raises:
+      ValueError: the device or a model does not support the one that the workload names.
+    """
+    sizes = [
+        (model.dtype, model.config.kv_head_dim)
+        for model in (request.target, *placement.models_of(request.drafter))
+    ]
+    if load.backend is None:
+        best = {targets.best_backend(load.device, *each) for each in sizes}
+        return best.pop() if len(best) == 1 else "xla"
+    for each in sizes:
+        choose_backend(load.backend, *each)
+    if reason := targets.unsupported_reason(load.backend, load.device):
+        raise ValueError(f"{reason}: use backend=xla")
+    return load.backend
 
 
 def _check(load: Workload) -> None:
@@ -185,26 +160,7 @@ def _check(load: Workload) -> None:
         raise ValueError(f"tree={load.tree} needs a drafter: add one, or omit tree")
     if load.context <= load.max_tokens:
         raise ValueError(f"context={load.context} must be larger than max_tokens={load.max_tokens}")
-    hopper = is_hopper(load.device)  # raises for an unknown device
-    if load.attention == "mosaic" and not hopper:
-        raise ValueError(f"backend=mosaic needs Hopper, not {load.device}: use backend=xla")
-
-
-def topology_mesh(load: Workload) -> Mesh:
-    """Returns a mesh of the workload's GPUs, which need not be present.
-
-    Raises:
-      ValueError: the CUDA compiler is not installed.
-    """
-    try:
-        topology = topologies.get_topology_desc(
-            platform="cuda",
-            topology=f"1x1x{load.mesh_size.devices}",
-            target_config=description(load.device),
-        )
-    except NotImplementedError as error:  # JAX has no plugin for the platform
-        raise ValueError("the CUDA compiler is not installed here: use `magicjax fit`") from error
-    return make_mesh(*load.mesh_size, devices=topology.devices)
+    targets.memory_bytes(load.device)  # raises for an unknown device
 
 
 def compile_ahead(program: str, request: Request) -> jax.stages.Compiled:
@@ -332,7 +288,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("out", help="the JSON file to write")
     options = parser.parse_args(arguments)
     load = Workload(**json.loads(options.workload))
-    request = abstract_request(load, topology_mesh(load))
+    mesh = targets.topology_mesh(load.device, load.mesh_size)
+    request = abstract_request(load, mesh)
     with tempfile.TemporaryDirectory() as folder:
         # The compiler reads these when it lowers the first kernel.
         os.environ |= {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTXAS": "1"}

@@ -36,6 +36,7 @@ class Bytes:
       per_context_token: additional bytes per token of context.
       positions: the longest context that all models accept.
       micro_batches: number of parts of the rows in the pipeline stages.
+      backend: of attention.
     """
 
     weights: int
@@ -51,6 +52,7 @@ class Bytes:
     per_context_token: float
     positions: int
     micro_batches: int
+    backend: str
 
     @property
     def resident(self) -> int:
@@ -103,6 +105,7 @@ def count(load: Workload) -> Bytes:
             )
         ),
         micro_batches=request.target.layout.micro_batches,
+        backend=request.settings.backend or "xla",
     )
 
 

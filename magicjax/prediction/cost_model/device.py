@@ -122,8 +122,9 @@ class Device:
         return self.host_link * self.host_link_efficiency
 
 
-# NVIDIA's datasheets: memory bandwidth, dense bfloat16, memory, half of the bidirectional link, and
-# PCIe x16 to the host: 32 GB/s each way for version 4.0, 64 GB/s for 5.0.
+# Datasheets: memory bandwidth, dense bfloat16, memory, half of the bidirectional link, and PCIe x16
+# to the host: 16 GB/s each way for version 3.0, 32 GB/s for 4.0, 64 GB/s for 5.0. The links of TPUs
+# are those of a chip to all its neighbors; their link to the host is not published.
 DEVICES: Mapping[str, Device] = MappingProxyType(
     {
         device.name: device
@@ -138,6 +139,21 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
             Device("l40", 864 * GB, 181e12, 48 * GB, 32 * GB, host_link=32 * GB),
             # A10: 600 GB/s, 125 TFLOP/s, PCIe 4.0 x16.
             Device("a10", 600 * GB, 125e12, 24 * GB, 32 * GB, host_link=32 * GB),
+            # L40S: 864 GB/s, 362 TFLOP/s without sparsity, PCIe 4.0 x16.
+            Device("l40s", 864 * GB, 362e12, 48 * GB, 32 * GB, host_link=32 * GB),
+            # B200 SXM: 8 TB/s, 2,250 TFLOP/s without sparsity, 180 GB, NVLink 1.8 TB/s.
+            Device("b200", 8000 * GB, 2250e12, 180 * GB, 900 * GB, host_link=64 * GB),
+            # T4: 320 GB/s, 65 TFLOP/s of float16 (it has no bfloat16), PCIe 3.0 x16.
+            Device("t4", 320 * GB, 65e12, 16 * GB, 16 * GB, host_link=16 * GB, dtype="float16"),
+            # TPU v5e: 819 GB/s, 197 TFLOP/s, 16 GB, 400 GB/s between chips.
+            Device("v5e", 819 * GB, 197e12, 16 * GB, 200 * GB),
+            # TPU v5p: 2,765 GB/s, 459 TFLOP/s, 95 GB, 1,200 GB/s between chips.
+            Device("v5p", 2765 * GB, 459e12, 95 * GB, 600 * GB),
+            # TPU v6e: 1,640 GB/s, 918 TFLOP/s, 32 GB, 800 GB/s between chips.
+            Device("v6e", 1640 * GB, 918e12, 32 * GB, 400 * GB),
+            # TPU7x, one of the two JAX devices of a chip: half of 7,370 GB/s, 2,307 TFLOP/s, 192 GB
+            # and 1,200 GB/s between chips.
+            Device("tpu7x", 3685 * GB, 1153e12, 96 * GB, 300 * GB),
         )
     }
 )

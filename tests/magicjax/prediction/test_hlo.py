@@ -13,6 +13,7 @@ def test_copies_are_distinguished_from_other_operations():
       %copy.2 = bf16[7,7]{1,0} copy(%broadcast.21)
       %copy.3 = bf16[7,7]{1,0} copy(%loop_broadcast_fusion.1), metadata={}
       %copy.4 = bf16[5]{0} copy(%broadcast_add_fusion.1)
+      %copy-start.5 = (bf16[6]{0:T(128)S(1)}, bf16[6]{0:T(128)}, u32[]{:S(2)}) copy-start(%a.6)
     """
     assert list(hlo.copied_sizes(text)) == [2 * 8 * 64 * 16, 16, 5]
 

@@ -78,13 +78,18 @@ def test_quantized_matrices_of_targets_and_drafts_are_sought(changes, has_quanti
     ("changes", "message"),
     [
         (dict(device="a100", backend="mosaic"), "backend=mosaic needs Hopper, not a100"),
+        (dict(device="h100", backend="tpu"), "backend=tpu needs a TPU, not h100: use backend=xla"),
+        (dict(device="v5e", backend="mosaic"), "backend=mosaic needs Hopper, not v5e"),
         (dict(context=64), "context=64 must be larger than max_tokens=128"),
         (dict(model=64), "does not divide the model: its 32 query heads are not a multiple of 64"),
         (dict(drafter="", tree="chain:4"), "tree=chain:4 needs a drafter"),
         (dict(draft_shards=2), "draft_shards=2 applies to draft models"),
         (dict(batch=-1), "batch=-1 must be at least 1"),
         (dict(data=3), "16 prompts do not divide over data=3"),
-        (dict(device="b300"), "device=b300 is unknown: use a10, a100, h100, h200, l40, or"),
+        (
+            dict(device="b300"),
+            "device=b300 is unknown: use a10, a100, b200, h100, h200, l40, l40s, t4, tpu7x, v5e, ",
+        ),
         (dict(drafter="prompt-lookup:4:kv_dtype=int8"), "'kv_dtype' is not an option of"),
         (dict(target="llama-9"), "llama-9"),
     ],
@@ -93,6 +98,22 @@ def test_an_invalid_workload_is_refused(changes, message):
     with pytest.raises(ValueError) as error:
         abstract_request(**changes)
     assert message in str(error.value)
+
+
+@pytest.mark.usefixtures("two_layers")
+@pytest.mark.parametrize(
+    ("device", "changes", "expected"),
+    [
+        ("v5e", {}, "tpu"),
+        ("v6e", dict(dtype="float16"), "xla"),
+        ("h100", {}, "mosaic"),
+        ("h100", dict(dtype="float32"), "xla"),
+        ("a100", {}, "xla"),
+        ("h100", dict(backend="xla"), "xla"),
+    ],
+)
+def test_the_backend_is_the_default_of_the_device(device, changes, expected):
+    assert abstract_request(device=device, **changes).settings.backend == expected
 
 
 def test_kernels_are_read_from_dumped_files(tmp_path):
