@@ -9,6 +9,7 @@ import models
 from pallas_kernels.cpu import build
 from pallas_kernels.mosaic_gpu import mosaic
 from tests.magicjax import keywords, tiny
+from tests.quick import quick
 
 
 def wide(dtype: str) -> magicjax.Model:
@@ -37,6 +38,34 @@ def test_the_interpreted_kernel_gives_the_same_text_as_xla():
     }
     xla, mosaic = outputs.values()
     np.testing.assert_array_equal(mosaic.tokens, xla.tokens)
+    assert [o.stats.attention_backend for o in outputs.values()] == list(outputs)
+
+
+LOOPS = {
+    "greedy tree": dict(tree=magicjax.expansion((2, 1))),
+    "sampled tree": dict(tree=magicjax.expansion((2, 1)), temperature=0.8, seed=3),
+    "windows and caps": dict(
+        config=dict(sliding_window=6, full_layers=(1,), attention_softcap=2.0, num_layers=2)
+    ),
+    "8 bits": dict(kv_dtype="int8"),
+}
+
+
+@pytest.mark.parametrize("case", quick(LOOPS, "sampled tree", "windows and caps"))
+def test_the_interpreted_kernel_for_tpus_gives_the_same_text_as_xla(case):
+    options = dict(LOOPS[case])
+    drafter = magicjax.SelfSpeculation(
+        "snapkv", 16, refresh_every=2, kv_dtype=options.pop("kv_dtype", None)
+    )
+    module = models.build(tiny.config(head_dim=64, **options.pop("config", {})))
+    target = magicjax.Model(module, models.init_params(module, 0))
+    outputs = {
+        backend: generate(target, backend, drafter=drafter, **options)
+        for backend in ("xla", "tpu_interpreted")
+    }
+    xla, tpu = outputs.values()
+    np.testing.assert_array_equal(tpu.tokens, xla.tokens)
+    assert tpu.stats.acceptance_rate == xla.stats.acceptance_rate
     assert [o.stats.attention_backend for o in outputs.values()] == list(outputs)
 
 
