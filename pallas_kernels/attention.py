@@ -27,10 +27,13 @@ BACKENDS: dict[str, Callable[..., tuple[Array, Array]]] = {
     "cpu": cpu_attention.attend,
     "mosaic": mosaic.attend,
     "mosaic_interpreted": functools.partial(mosaic.attend, interpreted=True),
+    "mosaic_sm80": mosaic.attend_sm80,
+    "mosaic_sm80_interpreted": functools.partial(mosaic.attend_sm80, interpreted=True),
     "tpu": tpu_attention.attend,
     "tpu_interpreted": functools.partial(tpu_attention.attend, interpret=True),
 }
-ACCELERATED = {"gpu": "mosaic", "tpu": "tpu"}  # the kernel for each platform but CPUs
+ACCELERATED = {"gpu": ("mosaic", "mosaic_sm80"), "tpu": ("tpu",)}  # kernels by platform
+MOSAIC = {"mosaic": mosaic.HOPPER, "mosaic_sm80": mosaic.AMPERE}
 SWITCH = "MAGICJAX_BACKEND"
 
 
@@ -44,7 +47,8 @@ def choose_backend(
 
     Args:
       backend: a name from BACKENDS; None: $MAGICJAX_BACKEND, or the kernel of the device (cpu,
-        mosaic or tpu) if it supports the call and has passed its self-check there, else xla.
+        mosaic, mosaic_sm80 or tpu) if it supports the call and has passed its self-check there,
+        else xla.
       dtype, head_dim: of the queries; None: not checked, and an accelerator's kernel is not chosen.
       device: that runs the program; None: JAX's default device, and it is not checked.
 
@@ -67,23 +71,31 @@ def _default(dtype: jnp.dtype | None, head_dim: int | None, device: jax.Device) 
     """Returns the fastest backend that supports a call and is right on the device."""
     if device.platform == "cpu":
         return "cpu" if build.is_default() else "xla"
-    backend = ACCELERATED.get(device.platform)
-    if backend is None or dtype is None or head_dim is None:
+    if dtype is None or head_dim is None:
         return "xla"
-    if _unsupported_reason(backend, dtype, head_dim, device):
+    backend = kernel_for(dtype, head_dim, device)
+    if backend is None:
         return "xla"
     right = device_check.is_right(backend, BACKENDS[backend], jnp.dtype(dtype).name, head_dim)
     return backend if right else "xla"
+
+
+def kernel_for(dtype: jnp.dtype, head_dim: int, device: jax.Device) -> str | None:
+    """Returns the backend of the kernel for an accelerator that supports a call, checked or not."""
+    backends = ACCELERATED.get(device.platform, ())
+    return next(
+        (name for name in backends if not _unsupported_reason(name, dtype, head_dim, device)), None
+    )
 
 
 def _unsupported_reason(
     backend: str, dtype: jnp.dtype | None, head_dim: int | None, device: jax.Device | None
 ) -> str | None:
     """Returns why a backend does not support a call, None if it does."""
-    if backend == "mosaic":
-        return mosaic.unsupported_reason(dtype, head_dim, device)
-    if backend == "mosaic_interpreted":
-        reason = mosaic.unsupported_reason(dtype, head_dim)
+    if kernel := MOSAIC.get(backend):
+        return mosaic.unsupported_reason(kernel, dtype, head_dim, device)
+    if kernel := MOSAIC.get(backend.removesuffix("_interpreted")):
+        reason = mosaic.unsupported_reason(kernel, dtype, head_dim)
         return reason or mosaic.interpreter_unsupported_reason()
     if backend == "tpu":
         return tpu_attention.unsupported_reason(dtype, device)
@@ -154,7 +166,7 @@ def tree_attention(
     if softcap is not None:
         options["softcap"] = softcap
     if options and chosen.startswith("mosaic"):
-        chosen = "xla"  # the kernel has no windows and caps
+        chosen = "xla"  # the kernels have no windows and caps
     mask = mask if mask.ndim == 3 else mask[None]
     with jax.named_scope("tree_attention"):
         arguments = q, k_prefix, v_prefix, lengths, k_new, v_new, mask, first_row

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention import choose_backend, tree_attention
+from pallas_kernels.attention import choose_backend, kernel_for, tree_attention
 from pallas_kernels.benchmarks import baselines
 from pallas_kernels.benchmarks.bandwidth import copy_bandwidths, read_bandwidths
 from pallas_kernels.benchmarks.shapes import (
@@ -28,7 +28,6 @@ from pallas_kernels.benchmarks.shapes import (
     tree_mask,
 )
 from pallas_kernels.benchmarks.timing import fastest_seconds, queued_calls
-from pallas_kernels.mosaic_gpu import mosaic
 
 FIGURES = ("us/layer", "GB/s", "% of read", "% of copy")
 SIZES = ("batch", "context", "kv_heads", "group", "head_dim", "nodes")  # that a preset sets
@@ -165,8 +164,8 @@ def _backends(names: str, dtype: jnp.dtype, head_dim: int, device: jax.Device) -
     """Returns the named backends; `all` excludes interpreted ones."""
     if names != "all":
         return [choose_backend(name, dtype, head_dim, device) for name in names.split(",")]
-    unsupported = mosaic.unsupported_reason(dtype, head_dim, device)
-    return ["reference", "xla"] if unsupported else ["reference", "xla", "mosaic"]
+    kernel = kernel_for(dtype, head_dim, device)
+    return ["reference", "xla", *([kernel] if kernel else [])]
 
 
 def write_json(path: str | pathlib.Path, content: Any) -> None:
@@ -179,9 +178,8 @@ def write_json(path: str | pathlib.Path, content: Any) -> None:
 
 
 def best_backend(dtype: jnp.dtype, head_dim: int, device: jax.Device) -> str:
-    """Returns the fastest backend for a device: mosaic if it is supported, else the default."""
-    unsupported = mosaic.unsupported_reason(dtype, head_dim, device)
-    return choose_backend(device=device) if unsupported else "mosaic"
+    """Returns the kernel for a device, whether or not it passed its self-check, or the default."""
+    return kernel_for(dtype, head_dim, device) or choose_backend(device=device)
 
 
 def _baselines(names: str) -> list[str]:

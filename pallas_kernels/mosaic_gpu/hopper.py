@@ -10,9 +10,7 @@ Decoding is bound by memory: keys and values of the prefix are read once for eve
 tiles of 64 rows, and scores stay on the chip.
 """
 
-import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,9 +30,9 @@ from pallas_kernels.mosaic_gpu.hopper_config import (
     Config,
     column_groups,
 )
+from pallas_kernels.mosaic_gpu.parts import LOG2E, Part, make_part
 from pallas_kernels.quantized import Quantized
 
-LOG2E = math.log2(math.e)
 # Per thread: 128 * (40 + 2 * 232) is just below the 65,536 registers of a multiprocessor.
 PRODUCER_REGISTERS, COMPUTE_REGISTERS = 40, 232
 
@@ -173,44 +171,10 @@ def _shared(shape: tuple[int, ...], dtype: Any) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=tiled)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """The keys of one block of the grid: blocks of the prefix, then of new tokens.
-
-    Attributes:
-      row, head: indices of the row and of the KV head.
-      prefix_row: index of the row in the prefix.
-      begin, end: slots of the prefix.
-      prefix_blocks: number of blocks of the prefix, 0 or more.
-      blocks: the same including new tokens, which the first split processes.
-    """
-
-    row: Any
-    prefix_row: Any
-    head: Any
-    begin: Any
-    end: Any
-    prefix_blocks: Any
-    blocks: Any
-
-
-def _make_part(config: Config, lengths: Any, new_tokens: int) -> _Part:
-    split, row = lax.axis_index("split"), lax.axis_index("row")
-    length, block = lengths[row], config.block
-    split_slots = pl.cdiv(pl.cdiv(length, config.splits), block) * block
-    begin = split * split_slots
-    end = jnp.minimum(begin + split_slots, length)
-    prefix_blocks = pl.cdiv(jnp.maximum(end - begin, 0), block)
-    blocks = prefix_blocks + jnp.where(split == 0, pl.cdiv(new_tokens, block), 0)
-    prefix_row = lengths[lengths.shape[0] - 1] + row
-    head = lax.axis_index("head")
-    return _Part(row, prefix_row, head, begin, end, prefix_blocks, blocks)
-
-
 def _kernel(config, q, lengths, new, bias, k, v, out, lse, scratch: _Scratch) -> None:
     """The kernel; takes references to the arguments of `flash`, its results, and scratch memory."""
     (slots, size), groups = k[0].shape[2:], config.groups(k[0].shape[3])
-    part = _make_part(config, lengths, new[0].shape[2])
+    part = make_part(config.splits, config.block, lengths, new[0].shape[2])
     (*entries,), results = scratch.stages
     pairs = zip(scratch.prefix, entries, strict=True)
     rings = [ring._replace(entries=entries) for ring, entries in pairs]
@@ -255,7 +219,7 @@ def _kernel(config, q, lengths, new, bias, k, v, out, lse, scratch: _Scratch) ->
         plgpu.wait_smem_to_gmem(0)
 
 
-def _load_queries(config: Config, part: _Part, q, scratch: _Scratch) -> None:
+def _load_queries(config: Config, part: Part, q, scratch: _Scratch) -> None:
     """Copies the queries to shared memory."""
     for i in range(config.row_groups):
         tile = lax.axis_index("tile") * config.row_groups + i
@@ -263,7 +227,7 @@ def _load_queries(config: Config, part: _Part, q, scratch: _Scratch) -> None:
         plgpu.copy_gmem_to_smem(rows, scratch.queries.at[i], scratch.queries_loaded.at[i])
 
 
-def _load_blocks(config: Config, part: _Part, prefix, rings, new, new_rings) -> None:
+def _load_blocks(config: Config, part: Part, prefix, rings, new, new_rings) -> None:
     """Copies blocks of keys and values to shared memory as buffers become free."""
     block, slots = config.block, prefix[0][0].shape[2]
 
@@ -297,7 +261,7 @@ def _load_blocks(config: Config, part: _Part, prefix, rings, new, new_rings) -> 
     lax.fori_loop(part.prefix_blocks, part.blocks, load_new, None)
 
 
-def _masks(config: Config, part: _Part, slots: int, bias, rows) -> tuple[Callable, Callable]:
+def _masks(config: Config, part: Part, slots: int, bias, rows) -> tuple[Callable, Callable]:
     """Returns functions that mask the scores of block i of the prefix and of new tokens."""
     block = config.block
 
@@ -320,7 +284,7 @@ def _to_registers(ref: Any, layout: Any, optimized: bool = True) -> Array:
     return plgpu.load(ref, layout=layout, optimized=optimized)
 
 
-def _attend_blocks(config: Config, part: _Part, key_group, width: int, attend, sources):
+def _attend_blocks(config: Config, part: Part, key_group, width: int, attend, sources):
     """Returns (total, peak, weight) of a warpgroup's rows over the blocks of its key group.
 
     `sources` has the rings and the mask function of the prefix, then of new tokens.

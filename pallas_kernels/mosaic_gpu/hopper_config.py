@@ -97,14 +97,25 @@ def choose_config(
     ]
     config = [c for c in deepest if c.shared_bytes(head_dim, quantized) <= SHARED_BYTES][-1]
 
+    blocks = heads * -(-rows // (ROWS * row_groups))
+    return dataclasses.replace(config, splits=choose_splits(blocks, slots, multiprocessors))
+
+
+def choose_splits(blocks: int, slots: int, concurrent: int) -> int:
+    """Returns the number of parts of the prefix that keeps a device's multiprocessors busy.
+
+    Args:
+      blocks: of the grid, for each part.
+      slots: S, of the prefix.
+      concurrent: blocks of the grid that run at the same time.
+    """
+
     def cost(splits: int) -> int:
         """Blocks of 64 keys on the busiest multiprocessor; starting a block counts as four."""
-        blocks = heads * -(-rows // (ROWS * row_groups))
-        waves = -(-blocks * splits // multiprocessors)
+        waves = -(-blocks * splits // concurrent)
         return waves * (-(-slots // (splits * ROWS)) + 4)
 
-    most = min(max(1, slots // (4 * config.block)), multiprocessors)
+    most = min(max(1, slots // (4 * ROWS)), concurrent)
     costs = {splits: cost(splits) for splits in range(1, most + 1)}
     # The smallest near-optimal number, because each split writes float32 results.
-    splits = next(n for n, x in costs.items() if x <= 1.05 * min(costs.values()))
-    return dataclasses.replace(config, splits=splits)
+    return next(n for n, x in costs.items() if x <= 1.05 * min(costs.values()))

@@ -1,50 +1,81 @@
-"""The `mosaic` backend of `tree_attention`: layouts around the kernel for NVIDIA Hopper.
+"""The `mosaic` and `mosaic_sm80` backends: layouts around the kernels for NVIDIA GPUs.
 
-The G heads that share a KV head read the same keys, so their T * G rows are packed into tiles of 64
-and one pass over the prefix serves all of them.
+`mosaic` is for Hopper, `mosaic_sm80` for Ampere and Ada. The G heads that share a KV head read the
+same keys, so their T * G rows are packed into tiles of 64 and one pass over the prefix serves all
+of them.
 """
 
 import os
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels import xla
 from pallas_kernels.lse_merge import MASKED, merge_parts
 from pallas_kernels.mosaic_gpu.hopper_config import (
     ROWS,
     TILE,
     WIDEST,
     choose_config,
+    choose_splits,
     multiprocessors,
 )
 from pallas_kernels.quantized import Quantized, dequantize
 
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
-HEAD_DIMS = (64, 128, 256)
-CAPABILITY = "9.0"
 INTERPRETER_THREADS = 8
+AMPERE_CONCURRENT = 2  # blocks of the grid on a multiprocessor
+
+
+class Kernel(NamedTuple):
+    """What a kernel supports.
+
+    Attributes:
+      devices: in words.
+      major: of the compute capability of the devices.
+      head_dims: sizes of heads.
+    """
+
+    devices: str
+    major: int
+    head_dims: tuple[int, ...]
+
+
+HOPPER = Kernel("NVIDIA Hopper", 9, (64, 128, 256))
+AMPERE = Kernel("NVIDIA Ampere and Ada", 8, (64, 128))  # larger heads would not fit in registers
 
 
 def unsupported_reason(
-    dtype: jnp.dtype | None = None, head_dim: int | None = None, device: jax.Device | None = None
+    kernel: Kernel,
+    dtype: jnp.dtype | None = None,
+    head_dim: int | None = None,
+    device: jax.Device | None = None,
 ) -> str | None:
-    """Returns why the kernel does not support a call, or None if it does.
+    """Returns why a kernel does not support a call, or None if it does.
 
     Args:
+      kernel: HOPPER or AMPERE.
       dtype, head_dim: of the queries; None: not checked.
       device: that runs the kernel; None: not checked.
     """
     if dtype is not None and jnp.dtype(dtype) not in DTYPES:
         return f"supports {' and '.join(d.name for d in DTYPES)}, not {jnp.dtype(dtype).name}"
-    if head_dim is not None and head_dim not in HEAD_DIMS:
-        return f"supports head sizes {', '.join(map(str, HEAD_DIMS))}, not {head_dim}"
-    if device is None or getattr(device, "compute_capability", None) == CAPABILITY:
+    if head_dim is not None and head_dim not in kernel.head_dims:
+        return f"supports head sizes {', '.join(map(str, kernel.head_dims))}, not {head_dim}"
+    if device is None or _major(device) == kernel.major:
         return None
     return (
-        f"runs on NVIDIA Hopper GPUs (compute capability {CAPABILITY}), and this device is "
+        f"runs on {kernel.devices} GPUs (compute capability {kernel.major}.x), and this device is "
         f"{device.device_kind}"
     )
+
+
+def _major(device: jax.Device) -> int | None:
+    """Returns the first number of the compute capability of a GPU."""
+    capability = getattr(device, "compute_capability", None)
+    return int(str(capability).partition(".")[0]) if capability else None
 
 
 def interpreter_unsupported_reason() -> str | None:
@@ -96,10 +127,8 @@ def attend(
     padded_rows = _round_up(length * group, ROWS * config.row_groups)
     padded_new = _round_up(k_new.shape[1], config.block)
     padded_slots = max(config.block, _round_up(slots, TILE))
-    rows = q.reshape(batch, length, kv_heads, group, size).swapaxes(1, 2)
-    rows = rows.reshape(batch, kv_heads, length * group, size)
+    rows = _packed(q, kv_heads)
     k_prefix, v_prefix = jax.tree.map(lambda x: _pad(x, 2, padded_slots), (k_prefix, v_prefix))
-    bias = jnp.repeat(jnp.where(mask, 0.0, MASKED).astype(jnp.float32), group, axis=1)
     out, lse = flash(
         _pad(rows, 2, _round_up(length * group, TILE)),
         k_prefix,
@@ -107,10 +136,75 @@ def attend(
         jnp.append(lengths, 0 if first_row is None else first_row).astype(jnp.int32),
         _pad(k_new.swapaxes(1, 2), 2, _round_up(k_new.shape[1], TILE)),
         _pad(v_new.swapaxes(1, 2), 2, _round_up(v_new.shape[1], TILE)),
-        _pad(_pad(bias, 1, padded_rows, MASKED), 2, padded_new, MASKED),
+        _bias(mask, group, padded_rows, padded_new),
         config,
         interpreted,
     )
+    return _unpacked(out, lse, q.shape, kv_heads)
+
+
+def attend_sm80(
+    q: Float[Array, "B T H D"],
+    k_prefix: Float[Array, "B K S D"] | Quantized,
+    v_prefix: Float[Array, "B K S D"] | Quantized,
+    lengths: Int[Array, "B"],
+    k_new: Float[Array, "B N K D"],
+    v_new: Float[Array, "B N K D"],
+    mask: Bool[Array, "X T N"],
+    first_row: Int[Array, ""] | int | None = None,
+    interpreted: bool = False,
+) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
+    """Returns (out, lse) in float32, by the kernel for Ampere and Ada.
+
+    A quantized prefix is read by XLA, block by block. A prefix of fewer than 64 slots is padded.
+    """
+    if isinstance(k_prefix, Quantized) or isinstance(v_prefix, Quantized):
+        return xla.attend(q, k_prefix, v_prefix, lengths, k_new, v_new, mask, first_row)
+    from pallas_kernels.mosaic_gpu.ampere import BLOCK, flash
+
+    batch, length, heads, _ = q.shape
+    kv_heads, slots = k_prefix.shape[1:3]
+    group = heads // kv_heads
+    padded_rows, padded_new = _round_up(length * group, ROWS), _round_up(k_new.shape[1], BLOCK)
+    blocks, concurrent = batch * kv_heads * padded_rows // ROWS, multiprocessors()
+    out, lse = flash(
+        _pad(_packed(q, kv_heads), 2, padded_rows),
+        _pad(k_prefix, 2, max(slots, BLOCK)),
+        _pad(v_prefix, 2, max(slots, BLOCK)),
+        jnp.append(lengths, 0 if first_row is None else first_row).astype(jnp.int32),
+        _pad(k_new.swapaxes(1, 2), 2, padded_new),
+        _pad(v_new.swapaxes(1, 2), 2, padded_new),
+        _bias(mask, group, padded_rows, padded_new),
+        choose_splits(blocks, slots, AMPERE_CONCURRENT * concurrent),
+        interpreted,
+    )
+    return _unpacked(out, lse, q.shape, kv_heads)
+
+
+def _packed(q: Float[Array, "B T H D"], kv_heads: int) -> Float[Array, "B K R D"]:
+    """Returns the queries of each KV head as rows, R = T * G."""
+    batch, length, heads, size = q.shape
+    rows = q.reshape(batch, length, kv_heads, heads // kv_heads, size).swapaxes(1, 2)
+    return rows.reshape(batch, kv_heads, -1, size)
+
+
+def _bias(
+    mask: Bool[Array, "X T N"], group: int, rows: int, new: int
+) -> Float[Array, "X rows new"]:
+    """Returns what is added to the scores of new tokens, padded."""
+    bias = jnp.repeat(jnp.where(mask, 0.0, MASKED).astype(jnp.float32), group, axis=1)
+    return _pad(_pad(bias, 1, rows, MASKED), 2, new, MASKED)
+
+
+def _unpacked(
+    out: Float[Array, "P B K rows D"],
+    lse: Float[Array, "P B K rows"],
+    shape: tuple[int, ...],
+    kv_heads: int,
+) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
+    """Returns the merged parts in the shape of the queries."""
+    batch, length, heads, size = shape
+    group = heads // kv_heads
     out, lse = merge_parts(out[..., : length * group, :], lse[..., : length * group])
     out = out.reshape(batch, kv_heads, length, group, size)
     lse = lse.reshape(batch, kv_heads, length, group)

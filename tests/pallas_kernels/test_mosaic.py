@@ -1,4 +1,4 @@
-"""The kernel for NVIDIA Hopper without a GPU: interpreted, lowered, and its configurations."""
+"""The kernels for NVIDIA GPUs without a GPU: interpreted, lowered, and their configurations."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from pallas_kernels import choose_backend, dequantize, quantize, tree_attention
 from pallas_kernels.benchmarks.shapes import HOPPER_SHAPES, Shape
 from pallas_kernels.benchmarks.validate import LSE_TOLERANCE, TOLERANCE
-from pallas_kernels.mosaic_gpu import hopper, hopper_config, mosaic
+from pallas_kernels.mosaic_gpu import ampere, hopper, hopper_config, mosaic
 from pallas_kernels.mosaic_gpu.hopper_config import Config
 from tests.pallas_kernels.attention_cases import (
     MASKS,
@@ -68,6 +68,44 @@ HOPPER_GRID = tuple(
 @pytest.mark.parametrize("shape", quick(HOPPER_SHAPES, *SHAPES), ids=str)
 def test_equals_the_reference(shape):
     check(inputs_of(shape))
+
+
+AMPERE_SHAPES = [shape for shape in HOPPER_SHAPES if shape.head_dim <= 128]
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "shape", quick(AMPERE_SHAPES, AMPERE_SHAPES[3], AMPERE_SHAPES[-1]), ids=str
+)
+@pytest.mark.parametrize("dtype", quick(["bfloat16", "float16"], "bfloat16"))
+def test_the_kernel_for_ampere_equals_the_reference(shape, dtype):
+    check(inputs_of(shape, dtype=dtype), "mosaic_sm80_interpreted")
+
+
+@interpreted
+def test_the_kernel_for_ampere_divides_the_prefix_of_a_larger_cache(monkeypatch):
+    monkeypatch.setattr(mosaic, "choose_splits", lambda *sizes: 3)
+    inputs = inputs_of(Shape(6, 17, 17, 1, 5, 64, 420))
+    inputs |= {"lengths": jnp.asarray([0, 63, 64, 65, 400, 420], jnp.int32)}
+    check(inputs, "mosaic_sm80_interpreted")
+    out, _ = compiled("mosaic_sm80_interpreted")(inputs)
+    rows, _ = compiled_of_rows("mosaic_sm80_interpreted")(some_rows(inputs, 1, 2), 1)
+    np.testing.assert_array_equal(rows, out[1:3])
+
+
+@interpreted
+def test_a_block_too_few_of_the_kernel_for_ampere_is_detected(monkeypatch):
+    make_part = ampere.make_part
+
+    def short(*arguments):
+        part = make_part(*arguments)
+        skipped = jnp.minimum(part.prefix_blocks, 1)
+        blocks = part.prefix_blocks - skipped, part.blocks - skipped
+        return dataclasses.replace(part, prefix_blocks=blocks[0], blocks=blocks[1])
+
+    monkeypatch.setattr(ampere, "make_part", short)
+    with pytest.raises(AssertionError):
+        check(inputs_of(AMPERE_SHAPES[3]), "mosaic_sm80_interpreted")
 
 
 @interpreted
@@ -263,7 +301,7 @@ SIZES = [
     for heads in (1, 8, 128, 1024)
     for rows in (1, 4, 64, 65, 512, 4096)
     for slots in (1, 64, 8192, 131072)
-    for head_dim in mosaic.HEAD_DIMS
+    for head_dim in mosaic.HOPPER.head_dims
 ]
 
 
@@ -301,7 +339,7 @@ A100 = types.SimpleNamespace(device_kind="NVIDIA A100", compute_capability="8.0"
             "bfloat16",
             128,
             A100,
-            r"runs on NVIDIA Hopper .*9\.0.* and this device is NVIDIA A100; use",
+            r"runs on NVIDIA Hopper .*9\.x.* and this device is NVIDIA A100; use",
         ),
         (
             "bfloat16",

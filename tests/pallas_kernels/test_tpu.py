@@ -130,6 +130,7 @@ def test_configs_fit_in_vmem_and_read_the_prefix_once_for_wide_trees():
 V5E = types.SimpleNamespace(device_kind="TPU v5 lite", platform="tpu")
 V3 = types.SimpleNamespace(device_kind="TPU v3", platform="tpu")
 H100 = types.SimpleNamespace(device_kind="NVIDIA H100", platform="gpu", compute_capability="9.0")
+T4 = types.SimpleNamespace(device_kind="Tesla T4", platform="gpu", compute_capability="7.5")
 A100 = types.SimpleNamespace(device_kind="NVIDIA A100", platform="gpu", compute_capability="8.0")
 
 
@@ -181,10 +182,12 @@ def default(device=V5E, dtype="bfloat16", head_dim=64) -> str:
 def test_the_default_is_the_kernel_of_the_device(stand_in, monkeypatch):
     stand_in(right)
     assert default() == "tpu"
-    assert default(dtype="float16") == default(V3) == default(A100) == "xla"
+    assert default(dtype="float16") == default(V3) == default(T4) == "xla"
     assert choose_backend(None, device=V5E) == "xla"  # what it computes is not known
     monkeypatch.setitem(attention.BACKENDS, "mosaic", right)
     assert default(H100) == "mosaic" and default(H100, head_dim=96) == "xla"
+    monkeypatch.setitem(attention.BACKENDS, "mosaic_sm80", right)
+    assert default(A100) == "mosaic_sm80" and default(A100, head_dim=256) == "xla"
     monkeypatch.setenv("MAGICJAX_BACKEND", "reference")
     assert default() == "reference"
 

@@ -175,7 +175,11 @@ def compile_ahead(program: str, request: Request) -> jax.stages.Compiled:
         state = program_cache.result_shapes("init", settings, arguments)
         arguments = request.loop_arguments(state)
     options = offloading.xla_options("gpu", arguments)
-    return program_cache.jitted(program, settings, arguments).lower(*arguments).compile(options)
+    assert request.settings.mesh is not None  # `abstract_request` sets it
+    device = request.settings.mesh.devices.flat[0]
+    with jax.default_device(device):  # for whose architecture Mosaic GPU lowers kernels
+        lowered = program_cache.jitted(program, settings, arguments).lower(*arguments)
+    return lowered.compile(options)
 
 
 def cache_sizes(request: Request) -> dict[str, set[int]]:

@@ -13,11 +13,13 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from magicjax.suggest import did_you_mean
+from pallas_kernels.attention import MOSAIC
 from pallas_kernels.mosaic_gpu import mosaic
 from pallas_kernels.tpu import attention as tpu_attention
 from sharding import MeshSize, make_mesh
 
 GPUS = {path.stem: path for path in (pathlib.Path(__file__).with_name("devices")).glob("*.txtpb")}
+MAJOR = re.compile(r"cuda_compute_capability\s*\{\s*major:\s*(\d+)\b")
 
 
 class Tpu(NamedTuple):
@@ -93,23 +95,23 @@ def unsupported_reason(backend: str, device: str) -> str | None:
     Raises:
       ValueError: the device is unknown.
     """
-    hopper = not is_tpu(device) and re.search(
-        r"cuda_compute_capability\s*\{\s*major:\s*9\b", description(device)
-    )
-    if backend == "mosaic" and not hopper:
-        return f"backend=mosaic needs Hopper, not {device}"
-    if backend == "tpu" and not is_tpu(device):
-        return f"backend=tpu needs a TPU, not {device}"
+    if backend == "tpu":
+        return None if is_tpu(device) else f"backend=tpu needs a TPU, not {device}"
+    if kernel := MOSAIC.get(backend):
+        major = None if is_tpu(device) else MAJOR.search(description(device))
+        if major is None or int(major[1]) != kernel.major:
+            return f"backend={backend} needs {kernel.devices}, not {device}"
     return None
 
 
 def best_backend(device: str, dtype: jnp.dtype, head_dim: int) -> str:
     """Returns the attention backend that is the default on a device, if it is right there."""
-    for backend, kernel in (
-        ("mosaic", mosaic.unsupported_reason(dtype, head_dim)),
-        ("tpu", tpu_attention.unsupported_reason(dtype)),
-    ):
-        if not unsupported_reason(backend, device) and not kernel:
+    kernels = {
+        name: mosaic.unsupported_reason(kernel, dtype, head_dim) for name, kernel in MOSAIC.items()
+    }
+    kernels["tpu"] = tpu_attention.unsupported_reason(dtype)
+    for backend, reason in kernels.items():
+        if not reason and not unsupported_reason(backend, device):
             return backend
     return "xla"
 

@@ -77,9 +77,9 @@ def test_quantized_matrices_of_targets_and_drafts_are_sought(changes, has_quanti
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(device="a100", backend="mosaic"), "backend=mosaic needs Hopper, not a100"),
+        (dict(device="a100", backend="mosaic"), "backend=mosaic needs NVIDIA Hopper, not a100"),
         (dict(device="h100", backend="tpu"), "backend=tpu needs a TPU, not h100: use backend=xla"),
-        (dict(device="v5e", backend="mosaic"), "backend=mosaic needs Hopper, not v5e"),
+        (dict(device="v5e", backend="mosaic"), "backend=mosaic needs NVIDIA Hopper, not v5e"),
         (dict(context=64), "context=64 must be larger than max_tokens=128"),
         (dict(model=64), "does not divide the model: its 32 query heads are not a multiple of 64"),
         (dict(drafter="", tree="chain:4"), "tree=chain:4 needs a drafter"),
@@ -108,7 +108,9 @@ def test_an_invalid_workload_is_refused(changes, message):
         ("v6e", dict(dtype="float16"), "xla"),
         ("h100", {}, "mosaic"),
         ("h100", dict(dtype="float32"), "xla"),
-        ("a100", {}, "xla"),
+        ("a100", {}, "mosaic_sm80"),
+        ("l40s", {}, "mosaic_sm80"),
+        ("b200", {}, "xla"),
         ("h100", dict(backend="xla"), "xla"),
     ],
 )
