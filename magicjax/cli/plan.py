@@ -20,6 +20,8 @@ from magicjax.prediction.planner.candidates import make_candidate, model_sizes
 from magicjax.trees.token_tree import TokenTree, chain
 from sharding import abstract_mesh, parse_mesh
 
+SHOWN_NODES = 32  # a larger tree is shown by its number of nodes
+
 
 def add(commands: Any) -> None:
     """Adds the subcommand to those of `magicjax`."""
@@ -247,6 +249,11 @@ def as_text(
         )
     lines.append(f"acceptance of {best.drafter}: {sources[best.drafter]}")
     lines.append("times from: " + ", ".join(f"{name} {source}" for name, source in times.items()))
+    if machine.device == cost_model.DEVICES.get(machine.device.name):
+        lines.append(
+            f"{machine.device.name} is not calibrated: the roofline is its datasheet's; run "
+            "`magicjax calibrate` there"
+        )
     if plan.break_even is None:
         lines.append(
             f"break-even: none; {best.drafter} is slower than plain decoding at any acceptance"
@@ -264,10 +271,12 @@ def as_text(
 
 
 def _line(title: str, p: planner.Prediction) -> str:
+    nodes = p.tree.num_nodes
+    spec = tree_spec(p.tree) if nodes <= SHOWN_NODES else f"a tree of {nodes} nodes (see --json)"
     return (
-        f"{title}: {p.drafter}, {tree_spec(p.tree)}: predicted speedup {p.speedup:.2f}x, "
+        f"{title}: {p.drafter}, {spec}: predicted speedup {p.speedup:.2f}x, "
         f"{p.tokens_per_s:,.0f} tokens/s, {1e3 * p.seconds_per_token:.2f} ms per token\n"
         f"    {p.tokens:.2f} tokens per round, {1e3 * p.cost.total:.2f} ms per round: "
-        f"{p.cost.depth} x T_draft {1e3 * p.cost.draft:.2f}, T_verify({p.tree.num_nodes}) "
+        f"{p.cost.depth} x T_draft {1e3 * p.cost.draft:.2f}, T_verify({nodes}) "
         f"{1e3 * p.cost.verify:.2f}, other {1e3 * p.cost.rest:.2f}"
     )

@@ -23,7 +23,7 @@ from magicjax.trees.token_tree import TokenTree, chain
 
 MAX_DEPTH = 16
 # Sizes and depths of the optimal trees in the search; costs change little between them.
-TREE_NODES = (3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
+TREE_NODES = (3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 128, 256)
 TREE_DEPTHS = (1, 2, 3, 4, 6, 8, 12)
 
 Acceptance = tuple[tuple[float, ...], ...]
