@@ -7,7 +7,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-llm docs notebooks gpu test test-slow test-other-end test-mutations fuzz lint format clean
+.PHONY: help setup demo demo-llm docs notebooks gpu tpu test test-slow test-other-end test-mutations fuzz lint format clean
 
 ARGS ?=
 WORKERS ?= logical
@@ -16,7 +16,7 @@ PARALLEL := -n $(WORKERS) --maxprocesses 4 --dist worksteal
 export PYTHON
 
 help: ## list these commands
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
+	@grep -E '^[a-z -]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 setup: ## make .venv with all development packages
 	@tools/setup_env.sh .venv dev
@@ -40,8 +40,8 @@ notebooks: ## run the notebooks and store their outputs (downloads 93 MB)
 	@.venv/bin/python -m magicjax fetch smollm2
 	@.venv/bin/python -m experiments.notebooks $(ARGS)
 
-gpu: ## measure everything that needs an NVIDIA GPU, with a python3 that has JAX
-	@$(or $(PYTHON),python3) -m experiments.studies.gpu $(ARGS)
+gpu tpu: ## measure everything that needs an NVIDIA GPU or a TPU, with a python3 that has JAX
+	@$(or $(PYTHON),python3) -m experiments.studies.accelerator $(ARGS)
 
 test: ## run the quick test suite
 	@tools/setup_env.sh .venv test

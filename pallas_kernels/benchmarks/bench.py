@@ -161,9 +161,11 @@ def measure(
 
 
 def _backends(names: str, dtype: jnp.dtype, head_dim: int, device: jax.Device) -> list[str]:
-    """Returns the named backends; `all` excludes interpreted ones."""
+    """Returns the named backends, once; `all` excludes interpreted ones, `best` is the kernel."""
     if names != "all":
-        return [choose_backend(name, dtype, head_dim, device) for name in names.split(",")]
+        best = best_backend(dtype, head_dim, device)
+        named = [best if name == "best" else name for name in names.split(",")]
+        return list(dict.fromkeys(choose_backend(name, dtype, head_dim, device) for name in named))
     kernel = kernel_for(dtype, head_dim, device)
     return ["reference", "xla", *([kernel] if kernel else [])]
 

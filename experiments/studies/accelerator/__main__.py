@@ -1,6 +1,7 @@
-"""Measures everything that needs a GPU, in parts: `python -m experiments.studies.gpu`.
+"""Measures everything that needs a GPU or TPU: `python -m experiments.studies.accelerator`.
 
-Needs jax, flax and transformers but no installation; run it from the root of a checkout. Parts with
+Needs jax, flax and transformers but no installation; run it from the root of a checkout, with
+--smoke on any machine. It runs in parts: correctness, attention alone, and the loop. Parts with
 results, including failed ones, are not run again without --again, so rerunning the command resumes
 an interrupted run. Writes `measurements.json`, and `summary.md` with tables.
 """
@@ -20,7 +21,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.studies.gpu import summary
+from experiments.studies.accelerator import summary
 from magicjax.files import write_atomically
 from pallas_kernels.benchmarks.shapes import FULL_HEADS, FULL_NODES, FULL_SIZES
 
@@ -36,7 +37,8 @@ class Plan:
 
     Attributes:
       target, dtype, backend: of the model; backend "": the best for the device.
-      attention: (batch, slots) of attention alone; heads: K, G, D; backends: names.
+      attention: (batch, slots) of attention alone; heads: K, G, D; backends: names, of which "best"
+        is the kernel of the device.
       decoding: (batch, context) of decoding; the first is also profiled.
       grid: (batch, context, gammas) of synthetic acceptance.
       budget: slots of the draft cache.
@@ -52,7 +54,7 @@ class Plan:
     backend: str = ""
     attention: tuple = FULL_SIZES
     heads: tuple = FULL_HEADS
-    backends: str = "mosaic,xla"
+    backends: str = "best,xla"
     decoding: tuple = ((16, 32768), (1, 130944), (64, 8192))
     grid: tuple = ((16, 32768, (4, 2, 8)), (64, 8192, (4,)), (1, 130560, (4,)))
     budget: int = 512
@@ -60,9 +62,17 @@ class Plan:
     new_tokens: int = 384
     repeats: int = 10
     validate: str = ""
-    tests: tuple = ("mosaic", "validate", "baselines", "bench")
+    tests: tuple = ("mosaic", "tpu", "validate", "baselines", "bench")
 
 
+# Of devices whose memory does not hold the model and caches of `Plan`: TPU v5e, T4, A10, ...
+LARGE_MEMORY = 60e9
+SMALL = Plan(
+    target="llama-3.2-1b",
+    attention=((16, 8192), (1, 131072), (32, 4096)),
+    decoding=((4, 32768), (1, 130944), (32, 4096)),
+    grid=((4, 32768, (4, 2, 8)), (32, 4096, (4,))),
+)
 SMOKE = Plan(
     target="experiments/zoo/target",
     dtype="float32",
@@ -191,11 +201,21 @@ def _call(
     return status, printed
 
 
-def device() -> str:
-    """Returns the name of the device, from a process that releases it."""
-    command = [sys.executable, "-c", "import jax; print(jax.devices()[0].device_kind)"]
-    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    return subprocess.check_output(command, env=environment, text=True).strip()
+def device() -> tuple[str, float]:
+    """Returns name and bytes of memory of the device, from a process that releases it."""
+    code = (
+        "import jax; device = jax.devices()[0]; print(device.device_kind); "
+        "print((device.memory_stats() or {}).get('bytes_limit', 0))"
+    )
+    # The limit is that of all memory.
+    environment = os.environ | {
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "1.0",
+    }
+    command = [sys.executable, "-c", code]
+    printed = subprocess.check_output(command, env=environment, text=True)
+    name, limit = printed.strip().splitlines()[-2:]
+    return name, float(limit)
 
 
 def measure(
@@ -238,7 +258,7 @@ def _slug(device: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0 if every part has succeeded, else 1."""
     parser = argparse.ArgumentParser(
-        prog="python -m experiments.studies.gpu", description=__doc__.split("\n", 1)[0]
+        prog="python -m experiments.studies.accelerator", description=__doc__.split("\n", 1)[0]
     )
     parser.add_argument("--again", action="store_true", help="also run parts with results")
     parser.add_argument("--only", nargs="+", default=[], help="prefixes of part names")
@@ -246,11 +266,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, on any machine")
     parser.add_argument("--out", help="folder; default: experiments/results/<device>")
     options = parser.parse_args(arguments)
-    every = parts(SMOKE if options.smoke else Plan())
+    name, memory = device()
+    full = Plan() if memory >= LARGE_MEMORY else SMALL
+    every = parts(SMOKE if options.smoke else full)
     chosen = [p for p in every if not options.only or p.name.startswith(tuple(options.only))]
     if not chosen:
         parser.error(f"--only {options.only}: parts are {', '.join(p.name for p in every)}")
-    name = device()
     default = "results/smoke" if options.smoke else f"experiments/results/{_slug(name)}"
     folder = pathlib.Path(options.out) if options.out else ROOT / default
     about = {"device": name, "python": sys.version.split()[0], "smoke": options.smoke}

@@ -1,13 +1,13 @@
-"""The parts of a measurement on a GPU: run once, resumed, summarized."""
+"""The parts of a measurement on a GPU or TPU: run once, resumed, summarized."""
 
 import json
 import re
 
 import pytest
 
-from experiments.studies.gpu import __main__ as measure_gpu
-from experiments.studies.gpu import summary as gpu_summary
-from experiments.studies.gpu.__main__ import SMOKE, Part, Plan, parts
+from experiments.studies.accelerator import __main__ as measure_all
+from experiments.studies.accelerator import summary as tables
+from experiments.studies.accelerator.__main__ import SMALL, SMOKE, Part, Plan, parts
 from magicjax.benchmarks import bench, profile_ops
 from pallas_kernels.benchmarks import bench as attention_bench
 from pallas_kernels.benchmarks import validate
@@ -26,7 +26,7 @@ def script(text: str) -> Part:
 
 
 def measure(chosen, folder, again=False, minutes=5.0):
-    return measure_gpu.measure(chosen, folder, again=again, minutes=minutes, about=ABOUT)
+    return measure_all.measure(chosen, folder, again=again, minutes=minutes, about=ABOUT)
 
 
 def stored(folder):
@@ -56,7 +56,7 @@ def test_a_failed_part_is_stored_with_its_output_and_runs_again_on_request(folde
 def test_no_part_runs_longer_than_the_time_limit(folder):
     slow = script("import time; time.sleep(60)")
     assert not measure([slow], folder, minutes=0.02)
-    assert stored(folder)["one"]["failed"] == measure_gpu.OUT_OF_TIME
+    assert stored(folder)["one"]["failed"] == measure_all.OUT_OF_TIME
     assert measure([script("pass")], folder)  # resumes
     (folder / "measurements.json").unlink()
     assert not measure([slow], folder, minutes=0)
@@ -75,7 +75,7 @@ class ReachedError(Exception):
     pass
 
 
-@pytest.mark.parametrize("plan", [Plan(), SMOKE], ids=["full", "trial"])
+@pytest.mark.parametrize("plan", [Plan(), SMALL, SMOKE], ids=["full", "small", "trial"])
 def test_every_command_takes_its_arguments(plan, monkeypatch):
     def reached(*arguments, **options):
         raise ReachedError
@@ -120,7 +120,7 @@ def profile():
 
 
 def test_the_summary_has_every_table_and_reasons_for_missing_baselines():
-    text = gpu_summary.summary({"about": ABOUT, "parts": attention() | grid() | profile()})
+    text = tables.summary({"about": ABOUT, "parts": attention() | grid() | profile()})
     text = re.sub(" +", " ", text)
     assert "jax 0.11.2, Python 3.12.3" in text
     assert "| plain | 23 | 2 | 1 | 0.5 | 0.25 | 0.25 | 0.01 | – |" in text

@@ -1,4 +1,4 @@
-"""Summarizes the results of `experiments.studies.gpu` as Markdown tables."""
+"""Summarizes the results of `experiments.studies.accelerator` as Markdown tables."""
 
 from typing import Any
 
