@@ -57,7 +57,7 @@ def choose_backend(
     """
     backend = backend or os.environ.get(SWITCH) or None
     if backend is None:
-        return _default(dtype, head_dim, device or jax.local_devices()[0])
+        return _default(dtype, head_dim, device or default_device())
     if backend not in BACKENDS:
         raise ValueError(
             f"backend={backend!r} is unknown: use one of {sorted(BACKENDS)}, or omit backend"
@@ -65,6 +65,14 @@ def choose_backend(
     if reason := _unsupported_reason(backend, dtype, head_dim, device):
         raise ValueError(f"backend={backend!r} {reason}; use backend='xla', or omit backend")
     return backend
+
+
+def default_device() -> jax.Device:
+    """Returns JAX's default device: that of `jax.default_device`, or the first one."""
+    configured = jax.config.jax_default_device
+    if isinstance(configured, str):
+        return jax.local_devices(backend=configured)[0]
+    return configured or jax.local_devices()[0]
 
 
 def _default(dtype: jnp.dtype | None, head_dim: int | None, device: jax.Device) -> str:
@@ -127,7 +135,8 @@ def tree_attention(
     """Returns the attention of T tokens to a committed prefix and to N new tokens, [B, T, H, D].
 
     Scores are scaled by D**-0.5. Query head h reads key/value head h // (H // K). Sums are
-    accumulated in float32, or in float64 for float64 inputs; the result has q's dtype.
+    accumulated in float32, or in float64 for float64 inputs; the result has q's dtype. The kernels
+    for accelerators have no derivative: pass backend="xla" to differentiate.
 
     Args:
       q: queries.

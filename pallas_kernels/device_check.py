@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import pathlib
+import platform
 from collections.abc import Callable
 
 import jax
@@ -35,7 +36,7 @@ def is_right(backend: str, attend: Callable, dtype: str, head_dim: int) -> bool:
       dtype, head_dim: of the queries.
     """
     path = _verdict(backend, dtype, head_dim)
-    verdict = path.read_text() if path is not None and path.is_file() else ""
+    verdict = _read(path)
     if verdict.startswith(RUNNING):
         finished = not _is_alive(int(verdict.removeprefix(RUNNING)))
         verdict = "its self-check did not finish" if finished else ""
@@ -66,12 +67,21 @@ def _verdict(backend: str, dtype: str, head_dim: int) -> pathlib.Path | None:
     folder = pathlib.Path(__file__).parent
     sources = sorted([*folder.glob("*.py"), *folder.glob("tpu/*.py"), *folder.glob("mosaic_gpu/*")])
     contents = [path.read_bytes() for path in sources if path.is_file()]
-    key = backend, dtype, head_dim, device.device_kind, versions, contents
+    # The machine is in the key, because machines that share a folder do not share processes.
+    key = backend, dtype, head_dim, device.device_kind, platform.node(), versions, contents
     name = f"{backend}-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.checked"
     try:
         return build.cache_folder() / "kernels" / name
     except build.UnavailableError:  # no home folder
         return None
+
+
+def _read(path: pathlib.Path | None) -> str:
+    """Returns a stored verdict; "" if there is none that can be read."""
+    if path is not None:
+        with contextlib.suppress(OSError):
+            return path.read_text()
+    return ""
 
 
 def _write(path: pathlib.Path | None, verdict: str) -> None:

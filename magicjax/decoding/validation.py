@@ -25,7 +25,7 @@ from magicjax.trees.token_tree import (
     chain,
 )
 from magicjax.verification.verify import VERIFIERS
-from pallas_kernels import choose_backend
+from pallas_kernels.attention import choose_backend, default_device
 
 DEFAULT_TREE = chain(4)
 
@@ -279,7 +279,7 @@ def checked_logprobs(target: Model, params: Sequence[SamplingParams]) -> int | N
 
 def checked_backend(target: Model, drafter: Drafter | None, backend: str | None) -> str:
     """Returns the backend of all models of a request; one that all of them support."""
-    device = jax.local_devices()[0]
+    device = default_device()
     chosen = {
         choose_backend(backend, model.dtype, model.config.kv_head_dim, device)
         for model in (target, *placement.models_of(drafter))

@@ -231,3 +231,12 @@ def test_a_kernel_may_be_needed_first_in_a_trace(stand_in):
         return x + 1
 
     assert jax.jit(traced)(1) == 2
+
+
+def test_the_default_device_of_jax_decides(stand_in):
+    stand_in(right)
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert default(device=None) in ("cpu", "xla")
+    assert attention.default_device() == jax.devices()[0]
+    with jax.default_device("cpu"):
+        assert attention.default_device().platform == "cpu"
