@@ -1,13 +1,18 @@
 """The attention backend: checked before compilation, used by all models, reported."""
 
+import types
+
 import jax
 import numpy as np
 import pytest
 
 import magicjax
 import models
+from magicjax.decoding import validation
+from pallas_kernels import attention, device_check
 from pallas_kernels.cpu import build
 from pallas_kernels.mosaic_gpu import mosaic
+from pallas_kernels.tpu import attention as tpu_attention
 from tests.magicjax import keywords, tiny
 from tests.quick import quick
 
@@ -67,6 +72,28 @@ def test_the_interpreted_kernel_for_tpus_gives_the_same_text_as_xla(case):
     np.testing.assert_array_equal(tpu.tokens, xla.tokens)
     assert tpu.stats.acceptance_rate == xla.stats.acceptance_rate
     assert [o.stats.attention_backend for o in outputs.values()] == list(outputs)
+
+
+@pytest.mark.parametrize(("error", "backend"), [(1.0, "tpu"), (1.1, "xla")], ids=["right", "wrong"])
+def test_a_run_starts_with_the_kernel_that_is_right(error, backend, monkeypatch, tmp_path, caplog):
+    """A stand-in for a TPU, whose kernel is interpreted; wrong, it is replaced before the run."""
+
+    def kernel(*arguments, **options):
+        out, lse = tpu_attention.attend(*arguments, **options, interpret=True)
+        return out * error, lse
+
+    device = types.SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
+    monkeypatch.setenv("MAGICJAX_CACHE", str(tmp_path))
+    for module in (attention, validation):
+        monkeypatch.setattr(module, "default_device", lambda: device)
+    monkeypatch.setitem(attention.BACKENDS, "tpu", kernel)
+    device_check.is_right.cache_clear()
+    target = wide("float32")
+    found = generate(target, None, drafter=magicjax.SelfSpeculation("streaming", 24))
+    device_check.is_right.cache_clear()
+    np.testing.assert_array_equal(found.tokens, generate(target, "xla").tokens)
+    assert found.stats.attention_backend == backend
+    assert ("attention runs in XLA" in caplog.text) == (backend == "xla")
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="tests machines without a GPU")
