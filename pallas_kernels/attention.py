@@ -174,8 +174,6 @@ def tree_attention(
         options["seen_from"] = seen_from
     if softcap is not None:
         options["softcap"] = softcap
-    if options and chosen.startswith("mosaic"):
-        chosen = "xla"  # the kernels have no windows and caps
     mask = mask if mask.ndim == 3 else mask[None]
     with jax.named_scope("tree_attention"):
         arguments = q, k_prefix, v_prefix, lengths, k_new, v_new, mask, first_row

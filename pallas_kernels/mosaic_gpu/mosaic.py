@@ -104,15 +104,20 @@ def attend(
     v_new: Float[Array, "B N K D"],
     mask: Bool[Array, "X T N"],
     first_row: Int[Array, ""] | int | None = None,
+    seen_from: Int[Array, "B T"] | None = None,
+    softcap: float | None = None,
     interpreted: bool = False,
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
     """Returns (out, lse) in float32, as `tree_attention` describes them.
 
     The kernel reads an 8-bit prefix directly if queries are in bf16 and heads have size 64 or 128.
     Another quantized prefix (4 bits, float16, heads of 256) is dequantized in a separate pass. A
-    prefix is copied to pad it unless S is at least 64 and a multiple of 8. With `interpreted` the
-    kernel runs in Pallas's interpreter, on any device, for tests.
+    prefix is copied to pad it unless S is at least 64 and a multiple of 8. Windows and caps run in
+    XLA. With `interpreted` the kernel runs in Pallas's interpreter, on any device, for tests.
     """
+    if seen_from is not None or softcap is not None:
+        options = first_row, seen_from, softcap
+        return xla.attend(q, k_prefix, v_prefix, lengths, k_new, v_new, mask, *options)
     from pallas_kernels.mosaic_gpu.hopper import flash  # the import takes half a second
 
     batch, length, heads, size = q.shape
@@ -152,14 +157,19 @@ def attend_sm80(
     v_new: Float[Array, "B N K D"],
     mask: Bool[Array, "X T N"],
     first_row: Int[Array, ""] | int | None = None,
+    seen_from: Int[Array, "B T"] | None = None,
+    softcap: float | None = None,
     interpreted: bool = False,
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
     """Returns (out, lse) in float32, by the kernel for Ampere and Ada.
 
-    A quantized prefix is read by XLA, block by block. A prefix of fewer than 64 slots is padded.
+    A quantized prefix is read by XLA, block by block, and so are prefixes with windows or caps. One
+    of fewer than 64 slots is padded.
     """
-    if isinstance(k_prefix, Quantized) or isinstance(v_prefix, Quantized):
-        return xla.attend(q, k_prefix, v_prefix, lengths, k_new, v_new, mask, first_row)
+    is_plain = seen_from is None and softcap is None
+    if isinstance(k_prefix, Quantized) or isinstance(v_prefix, Quantized) or not is_plain:
+        options = first_row, seen_from, softcap
+        return xla.attend(q, k_prefix, v_prefix, lengths, k_new, v_new, mask, *options)
     from pallas_kernels.mosaic_gpu.ampere import BLOCK, flash
 
     batch, length, heads, _ = q.shape

@@ -13,7 +13,7 @@ import pytest
 from jax import export
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from pallas_kernels import choose_backend, dequantize, quantize, tree_attention
+from pallas_kernels import attention_check, choose_backend, dequantize, quantize, tree_attention
 from pallas_kernels.benchmarks.shapes import HOPPER_SHAPES, Shape
 from pallas_kernels.benchmarks.validate import LSE_TOLERANCE, TOLERANCE
 from pallas_kernels.mosaic_gpu import ampere, hopper, hopper_config, mosaic
@@ -225,6 +225,20 @@ RACING = {
     "a tree": (HOPPER_SHAPES[3], {"row_groups": 2, "stages": 2}),
     "shared columns": (HOPPER_SHAPES[4], {"stages": 2}),
 }
+
+
+@interpreted
+@pytest.mark.parametrize("kernel", [mosaic.attend, mosaic.attend_sm80], ids=["hopper", "ampere"])
+def test_a_right_kernel_passes_the_self_check(kernel):
+    attend = functools.partial(kernel, interpreted=True)
+    assert attention_check.mismatch(attend, jnp.bfloat16, 64) is None
+
+    def wrong(*arguments):
+        out, lse = attend(*arguments)
+        return out * 1.05, lse
+
+    message = attention_check.mismatch(wrong, jnp.bfloat16, 64)
+    assert message is not None and message.startswith("tree_attention, decoding in bfloat16, out")
 
 
 def run_detecting_races(monkeypatch, inputs: dict, **config) -> None:
