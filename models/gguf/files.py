@@ -342,7 +342,8 @@ def _of_family(
     raw = {key: fields[name] for key, name in keys.items() if name in fields}
     heads, kv_heads = fields["num_heads"], fields["num_kv_heads"]
     if {"window", "alternating_window"} & set(FAMILIES[family].parts):
-        raw["sliding_window"] = settings.pop("attention.sliding_window", None)
+        default = 4096 if family == "gemma2" else None  # llama.cpp's
+        raw["sliding_window"] = settings.pop("attention.sliding_window", default)
     if family in LARGEST_GEMMA:
         raw |= _of_gemma(family, fields, settings)
     if family == "qwen3_moe":  # of which llama.cpp normalizes the weights

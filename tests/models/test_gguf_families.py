@@ -262,6 +262,12 @@ def test_a_file_of_a_golden_model_gives_the_golden_model(case, tmp_path):
     assert jax.tree.all(jax.tree.map(same, found.params, expected.params))
 
 
+def test_a_file_of_gemma_2_without_a_window_has_that_of_llama_cpp():
+    fields = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "hidden_size": 32, "num_layers": 2}
+    raw = files._of_family("gemma2", fields, {}, {})
+    assert raw["sliding_window"] == 4096
+
+
 @pytest.mark.parametrize(
     ("layers", "scale"), [(7, None), (62, pytest.approx(8**-0.5))], ids=["4b", "27b"]
 )
