@@ -60,6 +60,11 @@ RACING = {
 }
 
 
+raises_races = pytest.mark.skipif(
+    jax.__version_info__ < (0, 12), reason="before JAX 0.12 a race is printed only"
+)
+
+
 def run_detecting_races(monkeypatch, inputs: dict) -> None:
     monkeypatch.setattr(
         tpu_attention,
@@ -71,11 +76,13 @@ def run_detecting_races(monkeypatch, inputs: dict) -> None:
         check(inputs, "tpu")
 
 
+@raises_races
 @pytest.mark.parametrize("kind", quick(RACING, "a tree", "8 bits"))
 def test_there_are_no_races(kind, monkeypatch):
     run_detecting_races(monkeypatch, RACING[kind]())
 
 
+@raises_races
 def test_two_cores_that_write_the_same_rows_are_a_race(monkeypatch):
     monkeypatch.setattr(flash._Grid, "of_rows", lambda self, row, tile, *_: (0, 0, tile, 0))
     with pytest.raises(jax.errors.JaxRuntimeError, match="[Rr]ace"):
