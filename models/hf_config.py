@@ -543,7 +543,9 @@ def _read_query_scale(reader: _Reader, settings: Settings) -> Settings:
 
 def _write_query_scale(config: DecoderConfig) -> dict[str, Any]:
     scalar = config.head_dim if config.query_scale is None else config.query_scale**-2
-    return {"query_pre_attn_scalar": round(scalar, 6)}
+    scalar = round(scalar, 6)
+    # transformers takes integers only.
+    return {"query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar}
 
 
 def _read_final_norm(reader: _Reader, settings: Settings) -> Settings:

@@ -109,6 +109,13 @@ def test_null_is_an_error_where_a_setting_has_no_such_value(key):
         read_config({**LLAMA, key: None})
 
 
+def test_the_scale_of_queries_is_written_as_an_integer():
+    """As transformers demands: it cannot read the directory of Gemma 2 27B with 144.0."""
+    config = read_config(family_config("gemma2", query_pre_attn_scalar=144, head_dim=128))
+    written = write_config(config)["query_pre_attn_scalar"]
+    assert written == 144 and isinstance(written, int)
+
+
 def test_biases_are_where_the_family_has_them():
     def biases(raw):
         config = read_config(raw)
