@@ -48,7 +48,7 @@ def choose_backend(
     Args:
       backend: a name from BACKENDS; None: $MAGICJAX_BACKEND, or the kernel of the device (cpu,
         mosaic, mosaic_sm80 or tpu) if it supports the call and has passed its self-check there,
-        else xla.
+        else xla; with several processes, xla on accelerators.
       dtype, head_dim: of the queries; None: not checked, and an accelerator's kernel is not chosen.
       device: that runs the program; None: JAX's default device, and it is not checked.
 
@@ -79,7 +79,8 @@ def _default(dtype: jnp.dtype | None, head_dim: int | None, device: jax.Device) 
     """Returns the fastest backend that supports a call and is right on the device."""
     if device.platform == "cpu":
         return "cpu" if build.is_default() else "xla"
-    if dtype is None or head_dim is None:
+    # Processes of one run must choose alike, and each one checks alone.
+    if dtype is None or head_dim is None or jax.process_count() > 1:
         return "xla"
     backend = kernel_for(dtype, head_dim, device)
     if backend is None:

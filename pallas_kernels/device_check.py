@@ -1,8 +1,9 @@
 """Decides whether an accelerator's kernel is right on a device, so that it can be the default.
 
 Kernels are checked on the device on first use, with a few small calls (`attention_check`), and the
-verdict is stored by device, driver and versions in `$MAGICJAX_CACHE/kernels`. A kernel that failed,
-or whose check did not finish because the process crashed, is replaced by XLA, with a warning.
+verdict is stored by device and versions in `$MAGICJAX_CACHE/kernels`. A kernel that failed, or the
+check of which did not finish because the process was killed, is replaced by XLA, with a warning. An
+error of the check, such as too little memory, replaces it in this process only.
 """
 
 import concurrent.futures
@@ -13,6 +14,7 @@ import logging
 import os
 import pathlib
 import platform
+import threading
 from collections.abc import Callable
 
 import jax
@@ -22,12 +24,19 @@ from pallas_kernels import attention_check
 from pallas_kernels.cpu import build
 
 logger = logging.getLogger("magicjax")
+_lock = threading.Lock()
 
 PASSED, RUNNING = "ok", "running in process "  # the contents of a file with a verdict
 
 
-@functools.cache
 def is_right(backend: str, attend: Callable, dtype: str, head_dim: int) -> bool:
+    """As `_is_right`; one thread checks, and the others wait."""
+    with _lock:
+        return _is_right(backend, attend, dtype, head_dim)
+
+
+@functools.cache
+def _is_right(backend: str, attend: Callable, dtype: str, head_dim: int) -> bool:
     """Returns whether a kernel agrees with the reference on the default device.
 
     Args:
@@ -42,8 +51,15 @@ def is_right(backend: str, attend: Callable, dtype: str, head_dim: int) -> bool:
         verdict = "its self-check did not finish" if finished else ""
     if not verdict:
         _write(path, f"{RUNNING}{os.getpid()}")
-        verdict = _check(attend, dtype, head_dim)
-        _write(path, verdict)
+        try:
+            verdict = _check(attend, dtype, head_dim)
+            _write(path, verdict)
+        except Exception as error:  # of a compiler or driver: any class
+            verdict = f"its self-check failed: {type(error).__name__}: {str(error)[:500]}"
+            _forget(path)
+        except BaseException:  # interrupted
+            _forget(path)
+            raise
     if verdict != PASSED:
         again = "" if path is None else f"; delete {path} to try again"
         logger.warning("attention runs in XLA, not in the kernel %r: %s%s", backend, verdict, again)
@@ -53,11 +69,7 @@ def is_right(backend: str, attend: Callable, dtype: str, head_dim: int) -> bool:
 def _check(attend: Callable, dtype: str, head_dim: int) -> str:
     """Returns a verdict; a thread of its own has no trace, in which kernels may be needed first."""
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        try:
-            check = attention_check.mismatch
-            return thread.submit(check, attend, dtype, head_dim).result() or PASSED
-        except Exception as error:  # of a compiler or driver: any class
-            return f"its self-check failed: {type(error).__name__}: {str(error)[:500]}"
+        return thread.submit(attention_check.mismatch, attend, dtype, head_dim).result() or PASSED
 
 
 def _verdict(backend: str, dtype: str, head_dim: int) -> pathlib.Path | None:
@@ -89,6 +101,12 @@ def _write(path: pathlib.Path | None, verdict: str) -> None:
         with contextlib.suppress(OSError):  # without it every process checks
             path.parent.mkdir(parents=True, exist_ok=True)
         build.write(path, verdict)
+
+
+def _forget(path: pathlib.Path | None) -> None:
+    if path is not None:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _is_alive(process: int) -> bool:

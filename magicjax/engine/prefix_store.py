@@ -48,18 +48,17 @@ class Prefix:
         """Whether the caches still have all that a token after the first `count` ones sees.
 
         Later tokens of a text that is longer than a ring have overwritten earlier ones, all but
-        `RING_SPARE` of which it needed no more.
+        `RING_SPARE` of which it needed no more. Tokens after a stop string are in the caches too.
         """
-        caches = jax.tree.leaves(self.row, is_leaf=lambda x: isinstance(x, KVCache))
-        layers = [
-            layer
-            for cache in caches
-            if isinstance(cache, KVCache)
-            for layer, window in zip(cache.k, cache.windows, strict=True)
-            if window is not None
-        ]
-        length = len(self.tokens)
-        return length - count <= RING_SPARE or all(length <= x.shape[2] for x in layers)
+        leaves = jax.tree.leaves(self.row, is_leaf=lambda x: isinstance(x, KVCache))
+        caches = [x for x in leaves if isinstance(x, KVCache) and any(x.windows)]
+        for cache in caches:
+            length = int(global_arrays.fetch(cache.lengths).max())
+            layers = zip(cache.k, cache.windows, strict=True)
+            slots = min(layer.shape[2] for layer, window in layers if window is not None)
+            if length > slots and length - count > RING_SPARE:
+                return False
+        return True
 
     @property
     def num_bytes(self) -> int:

@@ -6,6 +6,7 @@ of them.
 """
 
 import os
+import re
 from typing import NamedTuple
 
 import jax
@@ -73,9 +74,9 @@ def unsupported_reason(
 
 
 def _major(device: jax.Device) -> int | None:
-    """Returns the first number of the compute capability of a GPU."""
-    capability = getattr(device, "compute_capability", None)
-    return int(str(capability).partition(".")[0]) if capability else None
+    """Returns the first number of the compute capability of an NVIDIA GPU, None for others."""
+    match = re.fullmatch(r"(\d+)\.\d+", str(getattr(device, "compute_capability", "")))
+    return int(match[1]) if match else None
 
 
 def interpreter_unsupported_reason() -> str | None:

@@ -3,6 +3,7 @@
 `test_attention` and `test_windows` compare it with the reference.
 """
 
+import concurrent.futures
 import functools
 import itertools
 import logging
@@ -137,6 +138,7 @@ def test_configs_fit_in_vmem_and_read_the_prefix_once_for_wide_trees():
 V5E = types.SimpleNamespace(device_kind="TPU v5 lite", platform="tpu")
 V3 = types.SimpleNamespace(device_kind="TPU v3", platform="tpu")
 H100 = types.SimpleNamespace(device_kind="NVIDIA H100", platform="gpu", compute_capability="9.0")
+AMD = types.SimpleNamespace(device_kind="AMD", platform="gpu", compute_capability="gfx942")
 T4 = types.SimpleNamespace(device_kind="Tesla T4", platform="gpu", compute_capability="7.5")
 A100 = types.SimpleNamespace(device_kind="NVIDIA A100", platform="gpu", compute_capability="8.0")
 
@@ -164,10 +166,10 @@ def stand_in(monkeypatch, tmp_path):
 
     def replace(attend):
         monkeypatch.setitem(attention.BACKENDS, "tpu", attend)
-        device_check.is_right.cache_clear()
+        device_check._is_right.cache_clear()
 
     yield replace
-    device_check.is_right.cache_clear()
+    device_check._is_right.cache_clear()
 
 
 right = functools.partial(tpu_attention.attend, interpret=True)
@@ -189,7 +191,7 @@ def default(device=V5E, dtype="bfloat16", head_dim=64) -> str:
 def test_the_default_is_the_kernel_of_the_device(stand_in, monkeypatch):
     stand_in(right)
     assert default() == "tpu"
-    assert default(dtype="float16") == default(V3) == default(T4) == "xla"
+    assert default(dtype="float16") == default(V3) == default(T4) == default(AMD) == "xla"
     assert choose_backend(None, device=V5E) == "xla"  # what it computes is not known
     monkeypatch.setitem(attention.BACKENDS, "mosaic", right)
     assert default(H100) == "mosaic" and default(H100, head_dim=96) == "xla"
@@ -199,25 +201,39 @@ def test_the_default_is_the_kernel_of_the_device(stand_in, monkeypatch):
     assert default() == "reference"
 
 
-@pytest.mark.parametrize(
-    ("kernel", "message"),
-    [
-        (wrong, "tree_attention, decoding in bfloat16, out: relative error"),
-        (crashes, "its self-check failed: RuntimeError: INTERNAL: the compiler failed"),
-    ],
-)
-def test_a_wrong_kernel_is_replaced_and_remembered(stand_in, kernel, message, caplog, tmp_path):
-    stand_in(kernel)
+def test_a_wrong_kernel_is_replaced_and_remembered(stand_in, caplog, tmp_path):
+    stand_in(wrong)
     with caplog.at_level(logging.WARNING):
         assert default() == default() == "xla"
     (record,) = caplog.records
+    message = "tree_attention, decoding in bfloat16, out: relative error"
     assert f"attention runs in XLA, not in the kernel 'tpu': {message}" in record.getMessage()
     stand_in(right)  # the verdict is stored
     assert default() == "xla"
     (file,) = (tmp_path / "kernels").glob("tpu-*.checked")
     file.unlink()
-    device_check.is_right.cache_clear()
+    device_check._is_right.cache_clear()
     assert default() == "tpu"
+
+
+def test_an_error_of_the_check_is_not_remembered(stand_in, caplog):
+    stand_in(crashes)
+    assert default() == "xla"
+    assert "its self-check failed: RuntimeError: INTERNAL: the compiler failed" in caplog.text
+    stand_in(right)
+    assert default() == "tpu"
+
+
+def test_threads_wait_for_one_check(stand_in):
+    stand_in(right)
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        assert set(pool.map(lambda _: default(), range(3))) == {"tpu"}
+
+
+def test_processes_of_one_run_use_xla(stand_in, monkeypatch):
+    stand_in(right)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert default() == "xla"
 
 
 def test_a_check_that_did_not_finish_is_not_repeated(stand_in, caplog, tmp_path):
@@ -225,7 +241,7 @@ def test_a_check_that_did_not_finish_is_not_repeated(stand_in, caplog, tmp_path)
     assert default() == "tpu"
     (file,) = (tmp_path / "kernels").glob("tpu-*.checked")
     file.write_text(f"{device_check.RUNNING}{2**22 + 1}")  # no such process
-    device_check.is_right.cache_clear()
+    device_check._is_right.cache_clear()
     assert default() == "xla"
     assert "its self-check did not finish" in caplog.text
 

@@ -87,10 +87,10 @@ def test_a_run_starts_with_the_kernel_that_is_right(error, backend, monkeypatch,
     for module in (attention, validation):
         monkeypatch.setattr(module, "default_device", lambda: device)
     monkeypatch.setitem(attention.BACKENDS, "tpu", kernel)
-    device_check.is_right.cache_clear()
+    device_check._is_right.cache_clear()
     target = wide("float32")
     found = generate(target, None, drafter=magicjax.SelfSpeculation("streaming", 24))
-    device_check.is_right.cache_clear()
+    device_check._is_right.cache_clear()
     np.testing.assert_array_equal(found.tokens, generate(target, "xla").tokens)
     assert found.stats.attention_backend == backend
     assert ("attention runs in XLA" in caplog.text) == (backend == "xla")

@@ -10,6 +10,7 @@ import pytest
 
 import magicjax
 import models
+from magicjax.engine.handle import Handle
 from magicjax.kv_cache import full_cache
 from magicjax.kv_cache.prefill import prefill_cache
 from magicjax.model import RING_SPARE, layer_slots
@@ -208,6 +209,26 @@ def test_a_text_that_fits_the_rings_serves_any_of_its_beginnings():
     assert checked(running, [text], 12) == [0]  # 191 tokens in rings of 192 slots
     shared = np.concatenate([text[:40], np.arange(20)])
     assert checked(running, [shared], 20) == [40]
+
+
+def test_tokens_after_a_stop_string_have_left_the_ring(monkeypatch):
+    """A text that a stop string ends has later tokens in its caches, beyond the ring here."""
+    running, text = engine("plain", chunk=32), prompts()[1][:180]
+    deliver = Handle.deliver
+
+    def cut(handle, tokens, logprobs, now):
+        left = 10 - len(handle._tokens)
+        deliver(handle, tokens[:left], logprobs, now)
+        return len(tokens) >= left
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Handle, "deliver", cut)
+        running.submit(text, magicjax.SamplingParams(max_tokens=60))
+        running.run()
+    (entry,) = running._prefixes._entries
+    assert len(entry.tokens) < 192 < entry.cache.lengths[0]
+    shared = np.concatenate([text[:40], np.arange(20)])
+    assert checked(running, [shared], 20) == [0]
 
 
 CACHES = ["plain", "snapkv", "near", "cascade", "wide window"]
