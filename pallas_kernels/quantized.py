@@ -68,6 +68,11 @@ def quantize(x: Float[Array, "*leading D"], bits: int) -> Quantized:
     return Quantized(values, scales, bits)
 
 
+def leaves(entries: Array | Quantized) -> tuple[Array, Array | None]:
+    """Returns the entries, and their scales if they are integers."""
+    return (entries.values, entries.scales) if isinstance(entries, Quantized) else (entries, None)
+
+
 def dequantize(quantized: Quantized, dtype: jnp.dtype) -> Float[Array, "*leading D"]:
     """Returns the dequantized array; the product is rounded to dtype once."""
     values = quantized.values

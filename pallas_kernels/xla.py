@@ -22,6 +22,7 @@ from pallas_kernels.lse_merge import (
     finish,
     join,
 )
+from pallas_kernels.packing import grouped_rows, ungrouped
 from pallas_kernels.quantized import Quantized, dequantize
 from pallas_kernels.scores import capped, visible_slots
 
@@ -48,10 +49,10 @@ def attend(
     softcap: float | None = None,
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
     """Returns (out, lse) in float32, or in float64 for float64 inputs."""
-    batch, length, heads = q.shape[:3]
+    length, heads = q.shape[1:3]
     kv_heads = k_prefix.shape[1]
     group = heads // kv_heads
-    rows = _grouped_rows(q, kv_heads)
+    rows = grouped_rows(q, kv_heads)
     part = _attend_new(rows, k_new, v_new, jnp.repeat(mask, group, axis=1), softcap)
     if k_prefix.shape[2]:
         if seen_from is not None:
@@ -59,12 +60,7 @@ def attend(
         arguments = lengths, part, first_row, seen_from, softcap
         part = _attend_prefix(rows, k_prefix, v_prefix, *arguments)
     out, lse = finish(part)
-
-    def unpack(x):  # [B, K, T * G, ...] -> [B, T, H, ...]
-        x = x.reshape(batch, kv_heads, length, group, *x.shape[3:]).swapaxes(1, 2)
-        return x.reshape(batch, length, heads, *x.shape[4:])
-
-    return unpack(out), unpack(lse)
+    return ungrouped(out, length, heads), ungrouped(lse, length, heads)
 
 
 def mass(
@@ -76,26 +72,16 @@ def mass(
 ) -> Float[Array, "B K S"]:
     """Returns the softmax weights of each slot, summed over queries and the heads of a group."""
     kv_heads = k_prefix.shape[1]
-    rows = _grouped_rows(q, kv_heads)
+    rows = grouped_rows(q, kv_heads)
     seen = jnp.repeat(seen, q.shape[2] // kv_heads, axis=1)  # [B, R]
     if lse is not None:
         # A row that sees no slot may have any log-sum-exp, including -inf.
-        lse = jnp.where(seen[:, None] > 0, _grouped_rows(lse, kv_heads), 0)  # [B, K, R]
+        lse = jnp.where(seen[:, None] > 0, grouped_rows(lse, kv_heads), 0)  # [B, K, R]
     if _needs_two_rows(rows):  # the second sees no slot
         rows = jnp.concatenate([rows, rows], axis=2)
         seen = jnp.concatenate([seen, jnp.zeros_like(seen)], axis=1)
         lse = lse if lse is None else jnp.concatenate([lse, jnp.zeros_like(lse)], axis=2)
     return _mass(rows, k_prefix, seen, lse, softcap)
-
-
-def _grouped_rows(x: Float[Array, "B T H *D"], kv_heads: int) -> Float[Array, "B K R *D"]:
-    """Returns the queries of each key/value head as rows of one matrix, R = T * G.
-
-    The keys are then read once for all of them.
-    """
-    batch, length, heads, *rest = x.shape
-    x = x.reshape(batch, length, kv_heads, heads // kv_heads, *rest).swapaxes(1, 2)
-    return x.reshape(batch, kv_heads, length * heads // kv_heads, *rest)
 
 
 def _needs_two_rows(rows: Float[Array, "B K R D"]) -> bool:

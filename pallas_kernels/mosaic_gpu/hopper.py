@@ -31,7 +31,7 @@ from pallas_kernels.mosaic_gpu.hopper_config import (
     column_groups,
 )
 from pallas_kernels.mosaic_gpu.parts import LOG2E, Part, make_part
-from pallas_kernels.quantized import Quantized
+from pallas_kernels.quantized import Quantized, leaves
 
 # Per thread: 128 * (40 + 2 * 232) is just below the 65,536 registers of a multiprocessor.
 PRODUCER_REGISTERS, COMPUTE_REGISTERS = 40, 232
@@ -86,7 +86,7 @@ def flash(
         scratch_types=[_scratch(config, q.dtype, size, isinstance(k, Quantized))],
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **options,
-    )(q, lengths, (k_new, v_new), bias, _leaves(k), _leaves(v))
+    )(q, lengths, (k_new, v_new), bias, leaves(k), leaves(v))
 
 
 class _Ring(NamedTuple):
@@ -155,11 +155,6 @@ def _scratch(config: Config, dtype: Any, size: int, quantized: bool) -> _Scratch
         else None,
         converted=_shared((groups, config.block, size), dtype) if quantized else None,
     )
-
-
-def _leaves(entries: Array | Quantized) -> tuple[Array, Array | None]:
-    """Returns the entries, and their scales if they are integers."""
-    return (entries.values, entries.scales) if isinstance(entries, Quantized) else (entries, None)
 
 
 def _shared(shape: tuple[int, ...], dtype: Any) -> Any:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import xla
-from pallas_kernels.lse_merge import MASKED, merge_parts
+from pallas_kernels.lse_merge import merge_parts
 from pallas_kernels.mosaic_gpu.hopper_config import (
     ROWS,
     TILE,
@@ -23,6 +23,7 @@ from pallas_kernels.mosaic_gpu.hopper_config import (
     choose_splits,
     multiprocessors,
 )
+from pallas_kernels.packing import grouped_rows, mask_bias, pad, round_up, ungrouped
 from pallas_kernels.quantized import Quantized, dequantize
 
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
@@ -130,23 +131,24 @@ def attend(
     config = choose_config(
         batch * kv_heads, length * group, slots, size, multiprocessors(), quantized
     )
-    padded_rows = _round_up(length * group, ROWS * config.row_groups)
-    padded_new = _round_up(k_new.shape[1], config.block)
-    padded_slots = max(config.block, _round_up(slots, TILE))
-    rows = _packed(q, kv_heads)
-    k_prefix, v_prefix = jax.tree.map(lambda x: _pad(x, 2, padded_slots), (k_prefix, v_prefix))
+    padded_rows = round_up(length * group, ROWS * config.row_groups)
+    padded_new = round_up(k_new.shape[1], config.block)
+    padded_slots = max(config.block, round_up(slots, TILE))
+    k_prefix, v_prefix = jax.tree.map(lambda x: pad(x, 2, padded_slots), (k_prefix, v_prefix))
     out, lse = flash(
-        _pad(rows, 2, _round_up(length * group, TILE)),
+        pad(grouped_rows(q, kv_heads), 2, round_up(length * group, TILE)),
         k_prefix,
         v_prefix,
         jnp.append(lengths, 0 if first_row is None else first_row).astype(jnp.int32),
-        _pad(k_new.swapaxes(1, 2), 2, _round_up(k_new.shape[1], TILE)),
-        _pad(v_new.swapaxes(1, 2), 2, _round_up(v_new.shape[1], TILE)),
-        _bias(mask, group, padded_rows, padded_new),
+        pad(k_new.swapaxes(1, 2), 2, round_up(k_new.shape[1], TILE)),
+        pad(v_new.swapaxes(1, 2), 2, round_up(v_new.shape[1], TILE)),
+        mask_bias(mask, group, padded_rows, padded_new),
         config,
         interpreted,
     )
-    return _unpacked(out, lse, q.shape, kv_heads)
+    rows = length * group  # without padding, of which out and lse may have different numbers
+    out, lse = merge_parts(out[..., :rows, :], lse[..., :rows])
+    return ungrouped(out, length, heads), ungrouped(lse, length, heads)
 
 
 def attend_sm80(
@@ -176,53 +178,22 @@ def attend_sm80(
     batch, length, heads, _ = q.shape
     kv_heads, slots = k_prefix.shape[1:3]
     group = heads // kv_heads
-    padded_rows, padded_new = _round_up(length * group, ROWS), _round_up(k_new.shape[1], BLOCK)
+    padded_rows, padded_new = round_up(length * group, ROWS), round_up(k_new.shape[1], BLOCK)
     blocks, concurrent = batch * kv_heads * padded_rows // ROWS, multiprocessors()
     out, lse = flash(
-        _pad(_packed(q, kv_heads), 2, padded_rows),
-        _pad(k_prefix, 2, max(slots, BLOCK)),
-        _pad(v_prefix, 2, max(slots, BLOCK)),
+        pad(grouped_rows(q, kv_heads), 2, padded_rows),
+        pad(k_prefix, 2, max(slots, BLOCK)),
+        pad(v_prefix, 2, max(slots, BLOCK)),
         jnp.append(lengths, 0 if first_row is None else first_row).astype(jnp.int32),
-        _pad(k_new.swapaxes(1, 2), 2, padded_new),
-        _pad(v_new.swapaxes(1, 2), 2, padded_new),
-        _bias(mask, group, padded_rows, padded_new),
+        pad(k_new.swapaxes(1, 2), 2, padded_new),
+        pad(v_new.swapaxes(1, 2), 2, padded_new),
+        mask_bias(mask, group, padded_rows, padded_new),
         choose_splits(blocks, slots, AMPERE_CONCURRENT * concurrent),
         interpreted,
     )
-    return _unpacked(out, lse, q.shape, kv_heads)
-
-
-def _packed(q: Float[Array, "B T H D"], kv_heads: int) -> Float[Array, "B K R D"]:
-    """Returns the queries of each KV head as rows, R = T * G."""
-    batch, length, heads, size = q.shape
-    rows = q.reshape(batch, length, kv_heads, heads // kv_heads, size).swapaxes(1, 2)
-    return rows.reshape(batch, kv_heads, -1, size)
-
-
-def _bias(
-    mask: Bool[Array, "X T N"], group: int, rows: int, new: int
-) -> Float[Array, "X rows new"]:
-    """Returns what is added to the scores of new tokens, padded."""
-    bias = jnp.repeat(jnp.where(mask, 0.0, MASKED).astype(jnp.float32), group, axis=1)
-    return _pad(_pad(bias, 1, rows, MASKED), 2, new, MASKED)
-
-
-def _unpacked(
-    out: Float[Array, "P B K rows D"],
-    lse: Float[Array, "P B K rows"],
-    shape: tuple[int, ...],
-    kv_heads: int,
-) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
-    """Returns the merged parts in the shape of the queries."""
-    batch, length, heads, size = shape
-    group = heads // kv_heads
-    out, lse = merge_parts(out[..., : length * group, :], lse[..., : length * group])
-    out = out.reshape(batch, kv_heads, length, group, size)
-    lse = lse.reshape(batch, kv_heads, length, group)
-    return (
-        out.swapaxes(1, 2).reshape(batch, length, heads, size),
-        lse.swapaxes(1, 2).reshape(batch, length, heads),
-    )
+    rows = length * group  # without padding, of which out and lse may have different numbers
+    out, lse = merge_parts(out[..., :rows, :], lse[..., :rows])
+    return ungrouped(out, length, heads), ungrouped(lse, length, heads)
 
 
 def supports_integers(entries: Array | Quantized, dtype: jnp.dtype) -> bool:
@@ -238,16 +209,3 @@ def supports_integers(entries: Array | Quantized, dtype: jnp.dtype) -> bool:
 
 def _dequantized(entries: Array | Quantized, dtype: jnp.dtype) -> Array:
     return dequantize(entries, dtype) if isinstance(entries, Quantized) else entries
-
-
-def _pad(x: Array, axis: int, size: int, value: float = 0.0) -> Array:
-    """Returns x with one axis padded to a size."""
-    if x.shape[axis] == size:
-        return x
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, size - x.shape[axis])
-    return jnp.pad(x, widths, constant_values=value)
-
-
-def _round_up(n: int, multiple: int) -> int:
-    return -(-max(n, 1) // multiple) * multiple

@@ -4,16 +4,15 @@ The G heads that share a KV head read the same keys, so their T * G rows are pac
 over the prefix serves all of them: verifying a tree of 256 nodes reads it once.
 """
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.lse_merge import MASKED
+from pallas_kernels.packing import grouped_rows, mask_bias, pad, round_up, ungrouped
 from pallas_kernels.quantized import Quantized, dequantize
-from pallas_kernels.tpu.config import choose_config, round_up
+from pallas_kernels.tpu.config import choose_config
 
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 OLD = ("TPU v2", "TPU v3", "TPU v4")  # with too little VMEM
@@ -56,7 +55,7 @@ def attend(
     """
     from pallas_kernels.tpu.flash import flash  # the import takes half a second
 
-    batch, length, heads, size = q.shape
+    length, heads, size = q.shape[1:]
     k_prefix, v_prefix = (_without_4_bits(x, q.dtype) for x in (k_prefix, v_prefix))
     if k_prefix.shape[2] == 0:  # a block has at least one slot, which is not seen
         k_prefix, v_prefix = (jax.tree.map(_one_slot, x) for x in (k_prefix, v_prefix))
@@ -66,31 +65,23 @@ def attend(
     config = choose_config(kv_heads, length * group, k_new.shape[1], slots, size, q.dtype.itemsize)
     padded_rows = round_up(length * group, config.rows)
     padded_new = round_up(k_new.shape[1], config.new_block)
-    pad = functools.partial(_pad, size=padded_rows)
-    rows = q.reshape(batch, length, kv_heads, group, size).swapaxes(1, 2)
-    bias = jnp.repeat(jnp.where(mask, 0.0, MASKED).astype(jnp.float32), group, axis=1)
     if seen_from is not None:
         seen_from = jnp.repeat(jnp.maximum(seen_from, 0), group, axis=1)
-        seen_from = pad(seen_from, 1)[..., None]
+        seen_from = pad(seen_from, 1, padded_rows)[..., None]
     out, lse = flash(
-        pad(rows.reshape(batch, kv_heads, length * group, size), 2),
+        pad(grouped_rows(q, kv_heads), 2, padded_rows),
         k_prefix,
         v_prefix,
         jnp.append(lengths, 0 if first_row is None else first_row).astype(jnp.int32),
-        _pad(k_new.swapaxes(1, 2), 2, padded_new),
-        _pad(v_new.swapaxes(1, 2), 2, padded_new),
-        _pad(pad(bias, 1, value=MASKED), 2, padded_new, MASKED),
+        pad(k_new.swapaxes(1, 2), 2, padded_new),
+        pad(v_new.swapaxes(1, 2), 2, padded_new),
+        mask_bias(mask, group, padded_rows, padded_new),
         seen_from,
         softcap,
         config,
         interpret,
     )
-
-    def unpack(x):  # [B, K, rows, X] -> [B, T, H, X]
-        x = x[:, :, : length * group].reshape(batch, kv_heads, length, group, -1)
-        return x.swapaxes(1, 2).reshape(batch, length, heads, -1)
-
-    return unpack(out), unpack(lse)[..., 0]
+    return ungrouped(out, length, heads), ungrouped(lse[..., 0], length, heads)
 
 
 def _without_4_bits(entries: Array | Quantized, dtype: jnp.dtype) -> Array | Quantized:
@@ -101,12 +92,3 @@ def _without_4_bits(entries: Array | Quantized, dtype: jnp.dtype) -> Array | Qua
 
 def _one_slot(x: Array) -> Array:
     return jnp.zeros((*x.shape[:2], 1, *x.shape[3:]), x.dtype)
-
-
-def _pad(x: Array, axis: int, size: int, value: float = 0) -> Array:
-    """Returns x with one axis padded to a size."""
-    if x.shape[axis] == size:
-        return x
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, size - x.shape[axis])
-    return jnp.pad(x, widths, constant_values=value)

@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 
+from pallas_kernels.packing import round_up
+
 LANES = 128  # the last axis of a tile; smaller ones are padded to it
 VMEM_LIMIT = 56 << 20  # of 128 MiB on v5e, v5p and v6e, and 64 on v7x
 VMEM_BUDGET = 40 << 20  # what the estimate below may reach
@@ -70,8 +72,3 @@ def choose_config(
         if tile == 16:
             return config  # the compiler says if this is too much
         tiles *= 2
-
-
-def round_up(n: int, multiple: int) -> int:
-    """Returns the smallest multiple that is at least n and 1."""
-    return -(-max(n, 1) // multiple) * multiple

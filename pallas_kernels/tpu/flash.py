@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.lse_merge import EMPTY_LSE, FLOOR, MASKED, dot_precision
-from pallas_kernels.quantized import Quantized
+from pallas_kernels.quantized import Quantized, leaves
 from pallas_kernels.scores import capped
 from pallas_kernels.tpu.config import VMEM_LIMIT, Config
 
@@ -132,12 +132,7 @@ def flash(
             vmem_limit_bytes=VMEM_LIMIT,
         ),
         interpret=interpret,
-    )(lengths, q, _leaves(k), _leaves(v), k_new, v_new, bias, seen_from)
-
-
-def _leaves(entries: Array | Quantized) -> tuple[Array, Array | None]:
-    """Returns the entries, and their scales if they are integers."""
-    return (entries.values, entries.scales) if isinstance(entries, Quantized) else (entries, None)
+    )(lengths, q, leaves(k), leaves(v), k_new, v_new, bias, seen_from)
 
 
 def _kernel(

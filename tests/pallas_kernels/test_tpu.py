@@ -256,10 +256,13 @@ def test_a_kernel_may_be_needed_first_in_a_trace(stand_in):
     assert jax.jit(traced)(1) == 2
 
 
-def test_the_default_device_of_jax_decides(stand_in):
+def test_the_default_device_of_jax_decides(stand_in, monkeypatch):
     stand_in(right)
-    with jax.default_device(jax.devices("cpu")[0]):
-        assert default(device=None) in ("cpu", "xla")
-    assert attention.default_device() == jax.devices()[0]
-    with jax.default_device("cpu"):
-        assert attention.default_device().platform == "cpu"
+    (cpu, *_) = jax.local_devices(backend="cpu")
+    by_backend = {None: [V5E], "cpu": [cpu]}
+    monkeypatch.setattr(jax, "local_devices", lambda backend=None: by_backend[backend])
+    assert attention.default_device() is V5E
+    for device in (cpu, "cpu"):
+        with jax.default_device(device):
+            assert attention.default_device() is cpu
+            assert default(device=None) in ("cpu", "xla")

@@ -44,7 +44,7 @@ TPUS = {
     "v6e": Tpu("v6e", _FLAT, 32 << 30),
     "tpu7x": Tpu("tpu7x", {2 * devices: shape for devices, shape in _CUBES.items()}, 96 << 30),
 }
-# libtpu asks Google's servers and the environment for these where there is no TPU.
+# Without a TPU, libtpu reads these variables instead of querying the metadata server.
 TPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
