@@ -50,34 +50,29 @@ def choose_backend(
         mosaic, mosaic_sm80 or tpu) if it supports the call and has passed its self-check there,
         else xla; with several processes, xla on accelerators.
       dtype, head_dim: of the queries; None: not checked, and an accelerator's kernel is not chosen.
-      device: that runs the program; None: JAX's default device, and it is not checked.
+      device: that runs the program; None: not known, and an accelerator's kernel is not chosen,
+        because it has no derivative and cannot be partitioned automatically.
 
     Raises:
       ValueError: the backend is unknown or does not support the call.
     """
-    backend = backend or os.environ.get(SWITCH) or None
-    if backend is None:
-        return _default(dtype, head_dim, device or default_device())
+    name, omitted = "backend", "omit backend"
+    if not backend and (backend := os.environ.get(SWITCH)):
+        name, omitted = SWITCH, f"unset {SWITCH}"
+    if not backend:
+        return _default(dtype, head_dim, device)
     if backend not in BACKENDS:
         raise ValueError(
-            f"backend={backend!r} is unknown: use one of {sorted(BACKENDS)}, or omit backend"
+            f"{name}={backend!r} is unknown: use one of {sorted(BACKENDS)}, or {omitted}"
         )
     if reason := _unsupported_reason(backend, dtype, head_dim, device):
-        raise ValueError(f"backend={backend!r} {reason}; use backend='xla', or omit backend")
+        raise ValueError(f"{name}={backend!r} {reason}; use {name}='xla', or {omitted}")
     return backend
 
 
-def default_device() -> jax.Device:
-    """Returns JAX's default device: that of `jax.default_device`, or the first one."""
-    configured = jax.config.jax_default_device
-    if isinstance(configured, str):
-        return jax.local_devices(backend=configured)[0]
-    return configured or jax.local_devices()[0]
-
-
-def _default(dtype: jnp.dtype | None, head_dim: int | None, device: jax.Device) -> str:
+def _default(dtype: jnp.dtype | None, head_dim: int | None, device: jax.Device | None) -> str:
     """Returns the fastest backend that supports a call and is right on the device."""
-    if device.platform == "cpu":
+    if device is None or device.platform == "cpu":
         return "cpu" if build.is_default() else "xla"
     # Processes of one run must choose alike, and each one checks alone.
     if dtype is None or head_dim is None or jax.process_count() > 1:
@@ -85,7 +80,8 @@ def _default(dtype: jnp.dtype | None, head_dim: int | None, device: jax.Device) 
     backend = kernel_for(dtype, head_dim, device)
     if backend is None:
         return "xla"
-    right = device_check.is_right(backend, BACKENDS[backend], jnp.dtype(dtype).name, head_dim)
+    dtype_name = jnp.dtype(dtype).name
+    right = device_check.is_right(backend, BACKENDS[backend], dtype_name, head_dim, device)
     return backend if right else "xla"
 
 
@@ -137,7 +133,7 @@ def tree_attention(
 
     Scores are scaled by D**-0.5. Query head h reads key/value head h // (H // K). Sums are
     accumulated in float32, or in float64 for float64 inputs; the result has q's dtype. The kernels
-    for accelerators have no derivative: pass backend="xla" to differentiate.
+    for accelerators have no derivative and are not partitioned automatically (use `jax.shard_map`).
 
     Args:
       q: queries.
@@ -157,7 +153,7 @@ def tree_attention(
         seen at most. None: all of the prefix.
       softcap: bound scores by softcap * tanh(score / softcap), after scaling; None: do not.
       return_lse: also return the log-sum-exp of the scaled scores.
-      backend: a name from BACKENDS; None: `choose_backend` chooses.
+      backend: a name from BACKENDS; None: $MAGICJAX_BACKEND, or cpu if it can be, else xla.
 
     Returns:
       out, or (out, lse) with lse [B, T, H] in float32 (float64 for float64 inputs). A query that

@@ -8,42 +8,51 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import reference
+from pallas_kernels.lse_merge import EMPTY_LSE
 from pallas_kernels.quantized import Quantized
 
 TOLERANCES = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
-K, G, S = 2, 3, 75  # KV heads, query heads for each, and slots
+G = 3  # query heads for each KV head
+
+CASES = (  # name, KV heads, slots, rows, nodes, first_row
+    ("decoding", 2, 2360, 3, 1, None),
+    ("tree", 2, 75, 3, 9, 1),
+    ("prompt chunk", 8, 1160, 1, 512, 1),
+)
 
 
 def mismatch(attend: Callable, dtype: Any, head_dim: int = 64) -> str | None:
     """Returns the first mismatch of a backend's `attend`; None if there is none.
 
-    It decodes single tokens and verifies a tree, with a cache of more rows, one in 8 bits, and
-    one that is a ring.
+    It decodes single tokens and verifies a tree, with a cache of more rows, and a large one whose
+    prefix and rows are divided into several blocks, also in 8 bits; last a ring.
     """
     compare = _Comparison(attend, jnp.dtype(dtype))
-    for case, rows, nodes, first_row in (("decoding", 2, 1, None), ("tree", 3, 9, 1)):
-        inputs = _inputs(rows, nodes, first_row or 0, head_dim)
+    for case, heads, slots, rows, nodes, first_row in CASES:
+        inputs = _inputs(heads, slots, rows, nodes, first_row or 0, head_dim)
         if message := compare(case, inputs, inputs, first_row):
             return message
-    q, k_prefix, v_prefix, k_new, v_new = _inputs(3, 9, 1, head_dim)
+    q, k_prefix, v_prefix, k_new, v_new = inputs
     values = [np.clip(np.round(40 * x), -127, 127) for x in (k_prefix, v_prefix)]
     scales = np.linspace(0.02, 0.03, values[0][..., 0].size, dtype=np.float32)
     scales = scales.reshape(values[0].shape[:3])
     int8 = [Quantized(jnp.asarray(x, jnp.int8), jnp.asarray(scales), 8) for x in values]
     wide = [q, *(x * scales[..., None] for x in values), k_new, v_new]
-    if message := compare("int8 cache", [q, *int8, k_new, v_new], wide, 1):
+    if message := compare("int8 cache", [q, *int8, k_new, v_new], wide, first_row):
         return message
-    inputs = [q, k_prefix[:, :, :64], v_prefix[:, :, :64], k_new, v_new]
+    inputs = _inputs(2, 64, 3, 9, 1, head_dim)
     seen_from = np.array([[0], [20], [600]], np.int32) + np.arange(9, dtype=np.int32)
     lengths = np.array([0, 75, 640], np.int32)
     return compare("ring", inputs, inputs, 1, lengths, seen_from)
 
 
-def _inputs(rows: int, nodes: int, other_rows: int, head_dim: int) -> list[np.ndarray]:
+def _inputs(
+    heads: int, slots: int, rows: int, nodes: int, other_rows: int, head_dim: int
+) -> list[np.ndarray]:
     """Returns q, k_prefix, v_prefix, k_new and v_new; the caches have `other_rows` in front."""
     random = np.random.default_rng(0)
-    prefix, new = (rows + other_rows, K, S, head_dim), (rows, nodes, K, head_dim)
-    shapes = ((rows, nodes, K * G, head_dim), prefix, prefix, new, new)
+    prefix, new = (rows + other_rows, heads, slots, head_dim), (rows, nodes, heads, head_dim)
+    shapes = ((rows, nodes, heads * G, head_dim), prefix, prefix, new, new)
     return [random.standard_normal(shape, np.float32) for shape in shapes]
 
 
@@ -65,9 +74,10 @@ class _Comparison:
         """Returns a mismatch; `wide` are the inputs dequantized."""
         rows, nodes = inputs[0].shape[:2]
         if lengths is None:
-            lengths = np.resize(np.array([0, 75, 37], np.int32), rows)
+            slots = inputs[1].shape[2]
+            lengths = np.resize(np.array([slots, 0, slots // 2], np.int32), rows)
         mask = np.random.default_rng(1).random((rows, nodes, nodes)) < 0.5
-        mask[:, -1] = nodes == 1  # of a tree, the last query of row 0 sees no key
+        mask[:, -1] = nodes == 1  # of a tree, the last query of row 1 sees no key
         inputs = [x if isinstance(x, Quantized) else jnp.asarray(x, self.dtype) for x in inputs]
         rounded = [np.asarray(jnp.asarray(x, self.dtype), np.float32) for x in wide]
         rounded = [
@@ -83,9 +93,11 @@ class _Comparison:
         where = f"tree_attention, {case} in {self.dtype}"
         if message := difference(f"{where}, out", out, expected_out, tolerance):
             return message
-        # The lse of a query that sees no key is -1e29, which would hide the others.
-        lse, expected_lse = jnp.maximum(lse, -100), jnp.maximum(expected_lse, -100)
-        return difference(f"{where}, lse", lse, expected_lse, tolerance)
+        # The lse of a query that sees no key is EMPTY_LSE, which would hide the others.
+        sees = np.asarray(expected_lse) > EMPTY_LSE / 2
+        if not np.array_equal(np.asarray(lse) > EMPTY_LSE / 2, sees):
+            return f"{where}, lse: a query that sees a key has none, or one has that sees none"
+        return difference(f"{where}, lse", lse[sees], expected_lse[sees], tolerance)
 
 
 def difference(where: str, actual: Any, expected: Any, tolerance: float) -> str | None:

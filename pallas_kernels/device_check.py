@@ -6,9 +6,7 @@ check of which did not finish because the process was killed, is replaced by XLA
 error of the check, such as too little memory, replaces it in this process only.
 """
 
-import concurrent.futures
 import contextlib
-import functools
 import hashlib
 import logging
 import os
@@ -25,26 +23,39 @@ from pallas_kernels.cpu import build
 
 logger = logging.getLogger("magicjax")
 _lock = threading.Lock()
+_verdicts: dict[tuple[str, str, int, str], bool] = {}  # of this process
 
 PASSED, RUNNING = "ok", "running in process "  # the contents of a file with a verdict
 
 
-def is_right(backend: str, attend: Callable, dtype: str, head_dim: int) -> bool:
-    """As `_is_right`; one thread checks, and the others wait."""
-    with _lock:
-        return _is_right(backend, attend, dtype, head_dim)
+def default_device() -> jax.Device:
+    """Returns JAX's default device: that of `jax.default_device`, or the first one."""
+    configured = jax.config.jax_default_device
+    if isinstance(configured, str):
+        return jax.local_devices(backend=configured)[0]
+    return configured or jax.local_devices()[0]
 
 
-@functools.cache
-def _is_right(backend: str, attend: Callable, dtype: str, head_dim: int) -> bool:
-    """Returns whether a kernel agrees with the reference on the default device.
+def is_right(backend: str, attend: Callable, dtype: str, head_dim: int, device: jax.Device) -> bool:
+    """Returns whether a kernel agrees with the reference; one thread checks, and the others wait.
 
     Args:
       backend: its name.
       attend: the kernel.
       dtype, head_dim: of the queries.
+      device: that runs the check. Devices of one kind share a verdict.
     """
-    path = _verdict(backend, dtype, head_dim)
+    with _lock:
+        key = backend, dtype, head_dim, device.device_kind
+        if key not in _verdicts:
+            _verdicts[key] = _is_right(backend, attend, dtype, head_dim, device)
+        return _verdicts[key]
+
+
+def _is_right(
+    backend: str, attend: Callable, dtype: str, head_dim: int, device: jax.Device
+) -> bool:
+    path = _path_of_verdict(backend, dtype, head_dim, device)
     verdict = _read(path)
     if verdict.startswith(RUNNING):
         finished = not _is_alive(int(verdict.removeprefix(RUNNING)))
@@ -52,7 +63,8 @@ def _is_right(backend: str, attend: Callable, dtype: str, head_dim: int) -> bool
     if not verdict:
         _write(path, f"{RUNNING}{os.getpid()}")
         try:
-            verdict = _check(attend, dtype, head_dim)
+            with jax.default_device(device):
+                verdict = attention_check.mismatch(attend, dtype, head_dim) or PASSED
             _write(path, verdict)
         except Exception as error:  # of a compiler or driver: any class
             verdict = f"its self-check failed: {type(error).__name__}: {str(error)[:500]}"
@@ -66,15 +78,10 @@ def _is_right(backend: str, attend: Callable, dtype: str, head_dim: int) -> bool
     return verdict == PASSED
 
 
-def _check(attend: Callable, dtype: str, head_dim: int) -> str:
-    """Returns a verdict; a thread of its own has no trace, in which kernels may be needed first."""
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        return thread.submit(attention_check.mismatch, attend, dtype, head_dim).result() or PASSED
-
-
-def _verdict(backend: str, dtype: str, head_dim: int) -> pathlib.Path | None:
+def _path_of_verdict(
+    backend: str, dtype: str, head_dim: int, device: jax.Device
+) -> pathlib.Path | None:
     """Returns the path of a verdict, which depends on all that may change it; None: no folder."""
-    device = jax.local_devices()[0]
     versions = jax.__version__, jaxlib.__version__, device.client.platform_version
     folder = pathlib.Path(__file__).parent
     sources = sorted([*folder.glob("*.py"), *folder.glob("tpu/*.py"), *folder.glob("mosaic_gpu/*")])

@@ -83,7 +83,7 @@ def validate(
     limits = validation.checked_limits(target, rows, of_rows)
     validation.check_context(target, drafter, tree, shape.depth, rows, limits)
     _check_devices(target, drafter, len(rows), options)
-    backend = validation.checked_backend(target, drafter, options.backend)
+    backend = validation.checked_backend(target, drafter, options.backend, mesh)
     target, drafter = placement.with_backend((target, drafter), backend)
     drafter = _sized(drafter, target, mesh)
     groups = 1 if mesh is None else factored(mesh).shape[DATA]

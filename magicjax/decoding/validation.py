@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 
 import models
 from magicjax import placement
@@ -25,7 +26,8 @@ from magicjax.trees.token_tree import (
     chain,
 )
 from magicjax.verification.verify import VERIFIERS
-from pallas_kernels.attention import choose_backend, default_device
+from pallas_kernels import choose_backend
+from pallas_kernels.device_check import default_device
 
 DEFAULT_TREE = chain(4)
 
@@ -277,11 +279,23 @@ def checked_logprobs(target: Model, params: Sequence[SamplingParams]) -> int | N
     return count
 
 
-def checked_backend(target: Model, drafter: Drafter | None, backend: str | None) -> str:
+def checked_backend(
+    target: Model, drafter: Drafter | None, backend: str | None, mesh: Mesh | AbstractMesh | None
+) -> str:
     """Returns the backend of all models of a request; one that all of them support."""
-    device = default_device()
+    device = _device(target, mesh)
     chosen = {
         choose_backend(backend, model.dtype, model.config.kv_head_dim, device)
         for model in (target, *placement.models_of(drafter))
     }
     return chosen.pop() if len(chosen) == 1 else "xla"
+
+
+def _device(target: Model, mesh: Mesh | AbstractMesh | None) -> jax.Device:
+    """Returns a device that runs the programs of a request."""
+    if mesh is not None and not isinstance(mesh, AbstractMesh):
+        return mesh.devices.flat[0]
+    for x in jax.tree.leaves(target.params):
+        if isinstance(x, jax.Array) and x.committed:
+            return min(x.devices(), key=lambda device: device.id)
+    return default_device()

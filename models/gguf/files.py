@@ -24,6 +24,7 @@ from models.build import abstract_params, build
 from models.decoder import DecoderConfig
 from models.families import FAMILIES
 from models.gguf.blocks import KINDS, Kind, Type, mxfp4
+from models.gguf.tokenizer import Type as TokenType
 from models.gguf.tokenizer import read_tokenizer, unsupported
 from models.hf_config import read_config, write_config
 from models.hf_tensors import Fused, Tensor, tensors_of
@@ -53,6 +54,8 @@ FIXED = {
 }
 HARMLESS = ("rope.scaling.finetuned", "tensor_data_layout")
 ENDS = ("eos", "eot", "eom")  # end of text, turn and message
+# Ends of turns that files may not name, and by whose text llama.cpp finds them.
+END_TOKENS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|return|>", "<|call|>")
 ROPE_FREQS = "rope_freqs.weight"
 EXPERT = re.compile(r"experts\.\d+\.")  # in the name of a tensor of Hugging Face
 
@@ -242,8 +245,7 @@ def _read(reader: gguf.GGUFReader) -> GgufModel:
     config = _config(architecture, metadata, tensors)
     weights = _weights(config, tensors)
     _check_types(weights)
-    ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ENDS]
-    ends = list(dict.fromkeys(i for i in ids if i is not None))
+    ends = _ends(metadata)
     special = {
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
@@ -258,6 +260,17 @@ def _read(reader: gguf.GGUFReader) -> GgufModel:
             "download it again"
         )
     return GgufModel(config, weights, special, tokenizer)
+
+
+def _ends(metadata: Mapping[str, Any]) -> list[int]:
+    """Returns the tokens that end a text or a turn, the one of the text first."""
+    ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ENDS]
+    types = metadata.get("tokenizer.ggml.token_type") or ()
+    tokens = metadata.get("tokenizer.ggml.tokens") or ()
+    for i, (token, kind) in enumerate(zip(tokens, types)):
+        if kind == TokenType.CONTROL and token in END_TOKENS:
+            ids.append(i)
+    return list(dict.fromkeys(i for i in ids if i is not None))
 
 
 def _config(
@@ -342,8 +355,11 @@ def _of_family(
     raw = {key: fields[name] for key, name in keys.items() if name in fields}
     heads, kv_heads = fields["num_heads"], fields["num_kv_heads"]
     if {"window", "alternating_window"} & set(FAMILIES[family].parts):
+        name = "attention.sliding_window"
+        if family == "gpt_oss" and not settings.get(name):
+            raise ValueError(f"gpt-oss.{name} is missing: the file is damaged or too old")
         default = 4096 if family == "gemma2" else None  # llama.cpp's
-        raw["sliding_window"] = settings.pop("attention.sliding_window", default)
+        raw["sliding_window"] = settings.pop(name, default)
     if family in LARGEST_GEMMA:
         raw |= _of_gemma(family, fields, settings)
     if family == "qwen3_moe":  # of which llama.cpp normalizes the weights

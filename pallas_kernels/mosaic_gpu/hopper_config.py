@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 
-import jax
+from pallas_kernels.device_check import default_device
 
 ROWS = 64  # of a wgmma tile
 WIDEST = 128  # value columns that the registers of one warpgroup can accumulate
@@ -71,7 +71,7 @@ def column_groups(head_dim: int) -> int:
 
 def multiprocessors() -> int:
     """Returns the number of multiprocessors of the device, `MULTIPROCESSORS` if unknown."""
-    return getattr(jax.devices()[0], "core_count", None) or MULTIPROCESSORS
+    return getattr(default_device(), "core_count", None) or MULTIPROCESSORS
 
 
 @functools.cache

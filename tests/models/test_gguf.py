@@ -150,6 +150,14 @@ def test_special_tokens_and_settings_of_a_tokenizer_are_kept(tmp_path):
     assert found.apply_chat_template(chat, tokenize=False) == "<s>a<e>"
 
 
+def test_the_end_of_a_turn_is_found_by_its_text(tmp_path):
+    metadata = cases.byte_level_metadata("smollm")
+    metadata["tokenizer.ggml.tokens"][299] = "<end_of_turn>"
+    metadata["tokenizer.ggml.token_type"][299] = 3  # CONTROL
+    folder = converted(write(tmp_path / "m.gguf", cases.config(), metadata), tmp_path / "out")
+    assert models.load_checkpoint(folder).eos_token_ids == (298, 299)
+
+
 def test_a_file_without_a_tokenizer_makes_a_directory_without_one(tmp_path):
     folder = converted(write(tmp_path / "model.gguf", cases.config()), tmp_path / "out")
     assert models.load_tokenizer(folder) is None

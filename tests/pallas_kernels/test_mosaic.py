@@ -229,7 +229,9 @@ RACING = {
 
 @interpreted
 @pytest.mark.parametrize("kernel", [mosaic.attend, mosaic.attend_sm80], ids=["hopper", "ampere"])
-def test_a_right_kernel_passes_the_self_check(kernel):
+def test_a_right_kernel_passes_the_self_check(kernel, monkeypatch):
+    chunk = ("prompt chunk", 2, 1160, 1, 45, 1)  # the interpreter is slow
+    monkeypatch.setattr(attention_check, "CASES", [*attention_check.CASES[:2], chunk])
     attend = functools.partial(kernel, interpreted=True)
     assert attention_check.mismatch(attend, jnp.bfloat16, 64) is None
 
@@ -238,6 +240,27 @@ def test_a_right_kernel_passes_the_self_check(kernel):
         return out * 1.05, lse
 
     message = attention_check.mismatch(wrong, jnp.bfloat16, 64)
+    assert message is not None and message.startswith("tree_attention, decoding in bfloat16, out")
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("module", "kernel"),
+    [(hopper, mosaic.attend), (ampere, mosaic.attend_sm80)],
+    ids=["hopper", "ampere"],
+)
+def test_the_self_check_divides_a_prefix(module, kernel, monkeypatch):
+    """Each split reads the first part of the prefix: equal without splits, and detected."""
+    make_part = module.make_part
+
+    def first_part(*arguments):
+        part = make_part(*arguments)
+        return dataclasses.replace(part, begin=part.begin * 0, end=part.end - part.begin)
+
+    monkeypatch.setattr(module, "make_part", first_part)
+    monkeypatch.setattr(attention_check, "CASES", attention_check.CASES[:1])
+    attend = functools.partial(kernel, interpreted=True)
+    message = attention_check.mismatch(attend, jnp.bfloat16, 64)
     assert message is not None and message.startswith("tree_attention, decoding in bfloat16, out")
 
 

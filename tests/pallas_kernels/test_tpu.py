@@ -4,6 +4,7 @@
 """
 
 import concurrent.futures
+import contextlib
 import functools
 import itertools
 import logging
@@ -17,7 +18,14 @@ import pytest
 from jax import export
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from pallas_kernels import attention, choose_backend, device_check, quantize, tree_attention
+from pallas_kernels import (
+    attention,
+    attention_check,
+    choose_backend,
+    device_check,
+    quantize,
+    tree_attention,
+)
 from pallas_kernels.benchmarks.shapes import Shape
 from pallas_kernels.tpu import attention as tpu_attention
 from pallas_kernels.tpu import config, flash
@@ -135,12 +143,14 @@ def test_configs_fit_in_vmem_and_read_the_prefix_once_for_wide_trees():
     assert config.choose_config(8, 256 * 4, 256, 32768, 128, 2).rows == 1024
 
 
-V5E = types.SimpleNamespace(device_kind="TPU v5 lite", platform="tpu")
+CLIENT = types.SimpleNamespace(platform_version="1")
+V5E = types.SimpleNamespace(device_kind="TPU v5 lite", platform="tpu", client=CLIENT)
 V3 = types.SimpleNamespace(device_kind="TPU v3", platform="tpu")
-H100 = types.SimpleNamespace(device_kind="NVIDIA H100", platform="gpu", compute_capability="9.0")
-AMD = types.SimpleNamespace(device_kind="AMD", platform="gpu", compute_capability="gfx942")
-T4 = types.SimpleNamespace(device_kind="Tesla T4", platform="gpu", compute_capability="7.5")
-A100 = types.SimpleNamespace(device_kind="NVIDIA A100", platform="gpu", compute_capability="8.0")
+GPU = functools.partial(types.SimpleNamespace, platform="gpu", client=CLIENT)
+H100 = GPU(device_kind="NVIDIA H100", compute_capability="9.0")
+AMD = GPU(device_kind="AMD", compute_capability="gfx942")
+T4 = GPU(device_kind="Tesla T4", compute_capability="7.5")
+A100 = GPU(device_kind="NVIDIA A100", compute_capability="8.0")
 
 
 @pytest.mark.parametrize(
@@ -163,13 +173,15 @@ def test_an_unsupported_call_is_refused(dtype, device, message):
 def stand_in(monkeypatch, tmp_path):
     """Returns a function that replaces the kernel for TPUs, with an empty cache of verdicts."""
     monkeypatch.setenv("MAGICJAX_CACHE", str(tmp_path))
+    monkeypatch.setattr(attention_check, "CASES", attention_check.CASES[1:2])
+    monkeypatch.setattr(jax, "default_device", lambda device: contextlib.nullcontext())
 
     def replace(attend):
         monkeypatch.setitem(attention.BACKENDS, "tpu", attend)
-        device_check._is_right.cache_clear()
+        device_check._verdicts.clear()
 
     yield replace
-    device_check._is_right.cache_clear()
+    device_check._verdicts.clear()
 
 
 right = functools.partial(tpu_attention.attend, interpret=True)
@@ -199,6 +211,9 @@ def test_the_default_is_the_kernel_of_the_device(stand_in, monkeypatch):
     assert default(A100) == "mosaic_sm80" and default(A100, head_dim=256) == "xla"
     monkeypatch.setenv("MAGICJAX_BACKEND", "reference")
     assert default() == "reference"
+    monkeypatch.setenv("MAGICJAX_BACKEND", "mosaic")
+    with pytest.raises(ValueError, match="^MAGICJAX_BACKEND='mosaic' runs .*, or unset MAGIC"):
+        default()
 
 
 def test_a_wrong_kernel_is_replaced_and_remembered(stand_in, caplog, tmp_path):
@@ -206,13 +221,13 @@ def test_a_wrong_kernel_is_replaced_and_remembered(stand_in, caplog, tmp_path):
     with caplog.at_level(logging.WARNING):
         assert default() == default() == "xla"
     (record,) = caplog.records
-    message = "tree_attention, decoding in bfloat16, out: relative error"
+    message = "tree_attention, tree in bfloat16, out: relative error"
     assert f"attention runs in XLA, not in the kernel 'tpu': {message}" in record.getMessage()
     stand_in(right)  # the verdict is stored
     assert default() == "xla"
     (file,) = (tmp_path / "kernels").glob("tpu-*.checked")
     file.unlink()
-    device_check._is_right.cache_clear()
+    device_check._verdicts.clear()
     assert default() == "tpu"
 
 
@@ -241,28 +256,36 @@ def test_a_check_that_did_not_finish_is_not_repeated(stand_in, caplog, tmp_path)
     assert default() == "tpu"
     (file,) = (tmp_path / "kernels").glob("tpu-*.checked")
     file.write_text(f"{device_check.RUNNING}{2**22 + 1}")  # no such process
-    device_check._is_right.cache_clear()
+    device_check._verdicts.clear()
     assert default() == "xla"
     assert "its self-check did not finish" in caplog.text
 
 
-def test_a_kernel_may_be_needed_first_in_a_trace(stand_in):
-    stand_in(right)
+@pytest.mark.parametrize(
+    ("method", "mistake"),
+    [
+        ("of_prefix", lambda row, _, block, end: (row, 0, block * 0, end)),
+        ("of_rows", lambda row, _, tile, end: (row, 0, tile * 0, end)),
+    ],
+)
+def test_the_self_check_reaches_all_blocks(method, mistake, monkeypatch):
+    right_block = getattr(flash._Grid, method)
+    monkeypatch.setattr(flash._Grid, method, lambda *each: mistake(*right_block(*each)))
+    assert attention_check.mismatch(right, jnp.bfloat16, 64) is not None
 
-    def traced(x):
-        assert default() == "tpu"
-        return x + 1
 
-    assert jax.jit(traced)(1) == 2
+def test_the_kernel_is_chosen_only_where_the_device_is_known(stand_in, monkeypatch):
+    """Elsewhere it may be differentiated, or partitioned automatically."""
+    stand_in(crashes)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert choose_backend(None, jnp.dtype("bfloat16"), 64) == "xla"
 
 
-def test_the_default_device_of_jax_decides(stand_in, monkeypatch):
-    stand_in(right)
+def test_the_default_device_is_that_of_jax(monkeypatch):
     (cpu, *_) = jax.local_devices(backend="cpu")
     by_backend = {None: [V5E], "cpu": [cpu]}
     monkeypatch.setattr(jax, "local_devices", lambda backend=None: by_backend[backend])
-    assert attention.default_device() is V5E
+    assert device_check.default_device() is V5E
     for device in (cpu, "cpu"):
         with jax.default_device(device):
-            assert attention.default_device() is cpu
-            assert default(device=None) in ("cpu", "xla")
+            assert device_check.default_device() is cpu

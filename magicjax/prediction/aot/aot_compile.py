@@ -161,6 +161,11 @@ def _check(load: Workload) -> None:
     if load.context <= load.max_tokens:
         raise ValueError(f"context={load.context} must be larger than max_tokens={load.max_tokens}")
     targets.memory_bytes(load.device)  # raises for an unknown device
+    if load.offload and targets.is_tpu(load.device):
+        raise ValueError(
+            "offload=True cannot be compiled for a TPU that is not attached: use quantized "
+            "weights, or a larger mesh"
+        )
 
 
 def compile_ahead(program: str, request: Request) -> jax.stages.Compiled:

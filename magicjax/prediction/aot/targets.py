@@ -138,6 +138,6 @@ def topology_mesh(device: str, size: MeshSize) -> Mesh:
         topology = topologies.get_topology_desc(**named)
     except (NotImplementedError, RuntimeError, ImportError) as error:  # no plugin for the platform
         raise ValueError(
-            f"the compiler for {device} is not installed here: use `magicjax fit`"
+            f"the compiler for {device} is not available: {error}; `magicjax fit` downloads it"
         ) from error
     return make_mesh(*size, devices=topology.devices[:count])

@@ -1,5 +1,7 @@
 """The attention backend: checked before compilation, used by all models, reported."""
 
+import contextlib
+import dataclasses
 import types
 
 import jax
@@ -9,7 +11,7 @@ import pytest
 import magicjax
 import models
 from magicjax.decoding import validation
-from pallas_kernels import attention, device_check
+from pallas_kernels import attention, attention_check, device_check
 from pallas_kernels.cpu import build
 from pallas_kernels.mosaic_gpu import mosaic
 from pallas_kernels.tpu import attention as tpu_attention
@@ -82,18 +84,31 @@ def test_a_run_starts_with_the_kernel_that_is_right(error, backend, monkeypatch,
         out, lse = tpu_attention.attend(*arguments, **options, interpret=True)
         return out * error, lse
 
-    device = types.SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
+    device = types.SimpleNamespace(
+        platform="tpu", device_kind="TPU v5 lite", client=jax.local_devices()[0].client
+    )
     monkeypatch.setenv("MAGICJAX_CACHE", str(tmp_path))
-    for module in (attention, validation):
-        monkeypatch.setattr(module, "default_device", lambda: device)
+    monkeypatch.setattr(validation, "default_device", lambda: device)
+    monkeypatch.setattr(jax, "default_device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(attention_check, "CASES", attention_check.CASES[1:2])
     monkeypatch.setitem(attention.BACKENDS, "tpu", kernel)
-    device_check._is_right.cache_clear()
+    device_check._verdicts.clear()
     target = wide("float32")
     found = generate(target, None, drafter=magicjax.SelfSpeculation("streaming", 24))
-    device_check._is_right.cache_clear()
+    device_check._verdicts.clear()
     np.testing.assert_array_equal(found.tokens, generate(target, "xla").tokens)
     assert found.stats.attention_backend == backend
     assert ("attention runs in XLA" in caplog.text) == (backend == "xla")
+
+
+def test_the_device_is_that_of_the_mesh_or_of_the_weights(monkeypatch):
+    monkeypatch.setattr(validation, "default_device", lambda: "default")
+    target, (cpu, *_) = wide("float32"), jax.devices()
+    assert validation._device(target, None) == "default"
+    committed = dataclasses.replace(target, params=jax.device_put(target.params, cpu))
+    assert validation._device(committed, None) == cpu
+    mesh = types.SimpleNamespace(devices=np.array([["first", "second"]]))
+    assert validation._device(committed, mesh) == "first"
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="tests machines without a GPU")
