@@ -55,15 +55,15 @@ class Grammar:
     def json_schema(cls, schema: Mapping[str, Any] | str) -> "Grammar":
         """Returns the grammar of the JSON texts that a JSON schema describes.
 
-        outlines-core translates the schema to a regular expression. Properties have the order of
-        the schema, others do not occur, and at most one space separates tokens of JSON. A schema
-        in `oneOf` counts as one in `anyOf`. A `pattern` describes a string as a whole.
+        All of them are valid. Properties have the order of the schema, others do not occur, and at
+        most one space separates tokens of JSON (see `json_schema`). A `pattern` describes a string
+        as a whole.
 
         Args:
           schema: as a mapping, or as JSON text.
 
         Raises:
-          TypeError, ValueError: not a schema, or one that outlines-core does not support.
+          TypeError, ValueError: not a schema, or one with parts that are not supported.
         """
         if isinstance(schema, str):
             try:
@@ -72,10 +72,8 @@ class Grammar:
                 raise ValueError(f"the JSON schema is not valid JSON: {error}") from error
         if not isinstance(schema, Mapping):
             raise TypeError(f"schema has type {type(schema).__name__}: pass a dict, or JSON text")
-        text = json_schema.prepared(schema)
+        grammar = cls("json_schema", json_schema.expression(schema))
         try:
-            pattern = _outlines().json_schema.build_regex_from_schema(text)
-            grammar = cls("json_schema", pattern)
             byte_automaton(grammar)
         except ValueError as error:
             reason = str(error).splitlines()[0].strip()
@@ -151,7 +149,6 @@ def _index(pattern: str) -> Any:
 def _outlines() -> Any:
     try:
         import outlines_core
-        import outlines_core.json_schema
     except ImportError as error:
         raise ImportError(
             "grammars require outlines-core: pip install 'magicjax[grammar]'"

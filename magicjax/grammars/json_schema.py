@@ -1,212 +1,418 @@
-"""JSON schemas for outlines-core, which translates them to regular expressions.
+r"""JSON schemas as regular expressions of JSON text.
 
-outlines-core ignores some keywords, inserts patterns into the regular expression as they are, does
-not escape names, and omits what a chain of more than three references leads to. What it would
-ignore or mistranslate is an error here, or is rewritten.
+Every text of an expression is valid under its schema; what no expression can describe is refused.
+Of the valid texts, the expression has those that are written as follows: properties are in the
+order of the schema, others do not occur, at most one space separates tokens of JSON, strings have
+no \u escapes, bounded numbers no exponents, and values that the schema does not describe are
+nested at most ANY_DEPTH deep.
 """
 
-import copy
-import itertools
 import json
 import re
 import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any, NoReturn
 
-from magicjax.grammars import string_pattern
+from magicjax.grammars import json_numbers, string_formats, string_pattern
+from magicjax.grammars.json_numbers import Bound, either
 
-# Keywords that outlines-core accepts without effect, or with another effect than JSON Schema's.
-NOT_ENFORCED = (
-    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
-    *("contains", "minContains", "maxContains", "uniqueItems", "unevaluatedItems"),
-    *("minProperties", "maxProperties", "patternProperties", "propertyNames"),
-    *("dependentRequired", "dependentSchemas", "unevaluatedProperties", "not", "if"),
-)
-LENGTHS = ("minLength", "maxLength")
-# Keywords beside which outlines-core ignores all others, except these.
-ALONE = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
-WITHOUT_EFFECT = frozenset(
-    {"$schema", "$id", "$defs", "definitions", "$comment", "title", "description", "default"}
-    | {"examples", "deprecated", "readOnly", "writeOnly", "discriminator"}
-)
 MAX_PARTS = 4096  # of a schema whose references are replaced
 MAX_CHAIN = 64  # of references, each within what the one before refers to
-TYPES: dict[str, Any] = {
-    "string": str,
-    "integer": int,
-    "number": (int, float),
-    "boolean": bool,
-    "null": type(None),
-    "array": list,
-    "object": dict,
+MAX_LENGTH = 2**20  # of an expression, in characters
+ANY_DEPTH = 2  # of objects and arrays
+BLANK = " ?"  # between tokens of JSON
+COMMA, COLON = f"{BLANK},{BLANK}", f"{BLANK}:{BLANK}"
+CHARACTER = r'(?:[^"\\\x00-\x1f\x7f-\x9f]|\\["\\/bfnrt])'
+STRING = f'"{CHARACTER}*"'
+NOT_SUPPORTED = {  # why
+    "not": "the texts of a regular expression have no complement",
+    "if": "the texts of a regular expression have no complement",
+    "multipleOf": "its automaton would be too large",
+    "uniqueItems": "a regular expression cannot compare items",
+    **dict.fromkeys(
+        ("contains", "minContains", "maxContains", "unevaluatedItems", "unevaluatedProperties"),
+        "it depends on several items or parts at once",
+    ),
+    **dict.fromkeys(
+        ("patternProperties", "dependentRequired", "dependentSchemas", "dependencies"),
+        "it depends on several properties at once",
+    ),
 }
-# Formats whose expressions in outlines-core match quotes and backslashes.
-_NAME = r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?"
-_PART = r"[A-Za-z0-9._~!$&'()*+,;=:@/-]*"
-FORMATS = {
-    "time": r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?"
-    r"(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])",
-    "email": rf"[A-Za-z0-9_+-]+(\.[A-Za-z0-9_+-]+)*@({_NAME}\.)+[A-Za-z]{{2,}}",
-    "uri": rf"[a-z][a-z0-9+.-]*://{_NAME}(\.{_NAME})*(:[0-9]{{1,5}})?(/{_PART})?(\?{_PART})?(#{_PART})?",
+ALONE = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
+LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+LENGTHS, ITEMS = ("minLength", "maxLength"), ("minItems", "maxItems")
+PROPERTIES = ("minProperties", "maxProperties")
+OF_TYPE = {
+    "object": {"properties", "required", "additionalProperties", "propertyNames", *PROPERTIES},
+    "array": {"items", "prefixItems", "additionalItems", *ITEMS},
+    "string": {"pattern", "format", *LENGTHS},
+    "number": {*LOWER, *UPPER},
+    "integer": {*LOWER, *UPPER},
+    "boolean": set[str](),
+    "null": set[str](),
 }
+KEYWORDS = {"type", *ALONE, *NOT_SUPPORTED}.union(*OF_TYPE.values())
 
 
-def prepared(schema: Mapping[str, Any]) -> str:
-    """Returns the JSON text of a schema that outlines-core translates as JSON Schema means it.
+def expression(schema: Any) -> str:
+    """Returns the regular expression of the JSON texts that a schema describes.
 
     Raises:
-      ValueError: a part that outlines-core would ignore or mistranslate, or a schema that cannot be
-        written as JSON.
+      ValueError: a keyword or a combination that cannot be expressed, an invalid schema, or one
+        that no text satisfies.
     """
     try:
-        whole = json.loads(json.dumps(schema))
-    except TypeError as error:
-        raise ValueError(f"the schema cannot be written as JSON: {error}") from error
-    replaced = _without_references(copy.deepcopy(whole), whole, itertools.count(1))
-    for part in _parts(replaced):
+        whole = json.loads(json.dumps(schema), parse_float=Decimal)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the JSON schema cannot be written as JSON: {error}") from error
+    return _Translation(whole).of(whole)
+
+
+class _Translation:
+    """Translates the parts of a schema."""
+
+    def __init__(self, whole: Any):
+        """Starts without parts; references are looked up in the whole schema."""
+        self._whole, self._parts = whole, 0
+
+    def of(self, part: Any, chain: tuple[str, ...] = ()) -> str:
+        """Returns the expression of a part, to which a chain of references led."""
+        self._parts += 1
+        if self._parts > MAX_PARTS:
+            _refuse(f"more than {MAX_PARTS} parts after its references are replaced", "too large")
+        found = self._of(part, chain)
+        if len(found) > MAX_LENGTH:
+            _refuse(f"an expression of more than {MAX_LENGTH} characters", "too large")
+        return found
+
+    def _of(self, part: Any, chain: tuple[str, ...]) -> str:
+        if part is True or part == {}:
+            return _anything(ANY_DEPTH)
         _check(part)
-        if (format_ := part.get("format")) in FORMATS:
-            part["pattern"] = FORMATS[format_]
-            del part["format"]
-        if isinstance(pattern := part.get("pattern"), str):
-            part["pattern"] = f"^{string_pattern.as_json(pattern)}$"
-    return json.dumps(replaced)
+        if "$ref" in part:
+            return self.of(*self._named(part["$ref"], chain))
+        for keyword in ("anyOf", "oneOf", "allOf"):
+            if keyword in part:
+                parts = _list(part, keyword)
+                if keyword == "allOf" and len(parts) > 1:
+                    _refuse("'allOf' with several schemas", "expressions have no intersection")
+                found = [self.of(each, chain) for each in parts]  # refuses recursion
+                if keyword == "oneOf":
+                    self._check_disjoint(parts, chain)
+                return either(found)
+        if _has_values(part):
+            return either([_literal(value) for value in _values(part)])
+        types = _types(part)
+        if types is None:
+            return _anything(ANY_DEPTH)
+        of_type = {
+            "object": self._object,
+            "array": self._array,
+            "string": lambda part, _: _string(part),
+            "number": lambda part, _: _number(part, json_numbers.numbers),
+            "integer": lambda part, _: _number(part, json_numbers.integers),
+            "boolean": lambda *_: "(?:true|false)",
+            "null": lambda *_: "null",
+        }
+        return either([of_type[name](part, chain) for name in types])
 
-
-def _without_references(
-    part: Any, whole: dict[str, Any], parts: Iterator[int], chain: tuple[str, ...] = ()
-) -> Any:
-    """Returns a part of a schema, changed in place, with each reference replaced by what it names.
-
-    Args:
-      part: of the schema; anything but a mapping has no references.
-      whole: the schema, in which references are looked up.
-      parts: counts them.
-      chain: the references that led to the part.
-    """
-    if not isinstance(part, dict):
-        return part
-    if next(parts) > MAX_PARTS:
-        _refuse(f"more than {MAX_PARTS} parts after its references are replaced", "it is too large")
-    if "$ref" in part:
-        _check_siblings(part)
-        reference = part["$ref"]
+    def _named(self, reference: Any, chain: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:
+        """Returns the part that a reference such as #/$defs/name names, and its chain."""
         if reference in chain:
             _refuse(f"the recursive reference {reference!r}", "its texts have no greatest depth")
         if len(chain) == MAX_CHAIN:
-            _refuse(f"a chain of more than {MAX_CHAIN} references", "it is too large")
-        named = copy.deepcopy(_named(reference, whole))
-        return _without_references(named, whole, parts, (*chain, reference))
-    for container, key in [*_inside(part)]:
-        container[key] = _without_references(container[key], whole, parts, chain)
-    for keyword in ("$defs", "definitions"):
-        part.pop(keyword, None)
-    return part
+            _refuse(f"a chain of more than {MAX_CHAIN} references", "too large")
+        if not isinstance(reference, str) or re.match("#(/|$)", reference) is None:
+            _refuse(f"the reference {reference!r}", "only those like '#/$defs/name' are known")
+        part: Any = self._whole
+        for escaped in reference.split("/")[1:]:
+            name = urllib.parse.unquote(escaped).replace("~1", "/").replace("~0", "~")
+            try:
+                part = part[int(name) if isinstance(part, list) else name]
+            except (LookupError, TypeError, ValueError):
+                _refuse(f"the reference {reference!r}", "the schema has no such part")
+        return part, (*chain, reference)
 
+    def _object(self, part: Mapping[str, Any], chain: tuple[str, ...]) -> str:
+        properties, required = dict(part.get("properties", {})), part.get("required", [])
+        for name in required:
+            properties.setdefault(name, True)
+        low, high = _counts(part, PROPERTIES)
+        if not properties:
+            return self._map(part, low, high, chain)
+        if "propertyNames" in part or low > len(required) or high < len(properties):
+            keyword = "propertyNames" if "propertyNames" in part else "min- or maxProperties"
+            _refuse(f"{keyword!r} with 'properties'", NOT_SUPPORTED["dependencies"])
+        occurring = {k: v for k, v in properties.items() if v is not False or k in required}
+        entries = [_literal(name) + COLON + self.of(x, chain) for name, x in occurring.items()]
+        is_required = [name in required for name in occurring]
+        first = is_required.index(True) if True in is_required else len(entries)
+        if sum(map(len, entries)) * (len(entries) if first == len(entries) else 1) > MAX_LENGTH:
+            _refuse(f"an expression of more than {MAX_LENGTH} characters", "too large")
+        following = [
+            f"{COMMA}{entry}" if needed else f"(?:{COMMA}{entry})?"
+            for entry, needed in zip(entries, is_required, strict=True)
+        ]
+        if first < len(entries):  # those before it have a comma after them
+            before = [f"(?:{entry}{COMMA})?" for entry in entries[:first]]
+            inside = "".join([*before, entries[first], *following[first + 1 :]])
+        else:
+            inside = _optional([e + "".join(following[i + 1 :]) for i, e in enumerate(entries)])
+        return rf"\{{{BLANK}{inside}{BLANK}\}}"
 
-def _named(reference: Any, whole: dict[str, Any]) -> Any:
-    """Returns the part of a schema that a reference such as #/$defs/name names."""
-    if not isinstance(reference, str) or re.match("#(/|$)", reference) is None:
-        _refuse(f"the reference {reference!r}", "only those like '#/$defs/name' are known")
-    part: Any = whole
-    for escaped in reference.split("/")[1:]:
-        name = urllib.parse.unquote(escaped).replace("~1", "/").replace("~0", "~")
-        try:
-            part = part[int(name) if isinstance(part, list) else name]
-        except (LookupError, TypeError, ValueError):
-            _refuse(f"the reference {reference!r}", "the schema has no such part")
-    return part
+    def _map(self, part: Mapping[str, Any], low: int, high: float, chain: tuple[str, ...]) -> str:
+        """Returns the expression of objects that may have any properties."""
+        value = part.get("additionalProperties", True)
+        if low > 1:
+            _refuse(f"minProperties={low}", "a regular expression cannot compare names")
+        if value is False or high == 0:
+            return _repeated(r"\{", "", 0, 0, r"\}") if not low else _nothing(part)
+        names = STRING
+        if "propertyNames" in part:
+            names = self.of({"type": "string"} | part["propertyNames"], chain)
+        value = _anything(ANY_DEPTH - 1) if value is True else self.of(value, chain)
+        return _repeated(r"\{", f"{names}{COLON}{value}", low, high, r"\}")
 
+    def _array(self, part: Mapping[str, Any], chain: tuple[str, ...]) -> str:
+        first, rest = part.get("prefixItems", []), part.get("items", True)
+        if isinstance(rest, list):  # of JSON schema's draft 7
+            first, rest = rest, part.get("additionalItems", True)
+        low, high = _counts(part, ITEMS)
+        if rest is False or (rest is True and first):
+            high = min(high, len(first))
+        if low > high:
+            _nothing(part)
+        first = [self.of(each, chain) for each in first[: int(min(high, len(first)))]]
+        if high > len(first):
+            item = _anything(ANY_DEPTH - 1) if rest is True else self.of(rest, chain)
+            if not first:
+                return _repeated(r"\[", item, low, high, r"\]")
+            least, most = max(0, low - len(first)), high - len(first)
+            inside = _count(f"(?:{COMMA}{item})", least, most)
+        else:
+            inside = ""
+        for i in reversed(range(len(first))):
+            inside = ("" if i == 0 else COMMA) + first[i] + inside
+            inside = inside if i < low else f"(?:{inside})?"
+        return rf"\[{BLANK}{inside}{BLANK}\]"
 
-def _check(part: Mapping[str, Any]) -> None:
-    """Raises ValueError if outlines-core would ignore or mistranslate a part of a schema."""
-    if not part.keys() - WITHOUT_EFFECT:
-        raise ValueError(
-            "the JSON schema has a part without 'type', which is not supported: add 'type', or use "
-            "Grammar.json_object or response_format json_object for any JSON object"
+    def _check_disjoint(self, parts: list[Any], chain: tuple[str, ...]) -> None:
+        """Raises ValueError if a value may satisfy several parts of a `oneOf`."""
+        for i, first in enumerate(parts):
+            for second in parts[:i]:
+                if not self._are_disjoint(first, second, chain):
+                    _refuse(
+                        "'oneOf' with schemas that a value may satisfy together",
+                        "expressions have no complement (use anyOf)",
+                    )
+
+    def _are_disjoint(self, first: Any, second: Any, chain: tuple[str, ...]) -> bool:
+        """Returns whether it is certain that no value satisfies two parts."""
+        (first, chain), (second, _) = self._resolved(first, chain), self._resolved(second, chain)
+        if not isinstance(first, Mapping) or not isinstance(second, Mapping):
+            return False
+        for one, other in ((first, second), (second, first)):
+            for keyword in ("anyOf", "oneOf", "allOf"):
+                if keyword in one:
+                    parts = _list(one, keyword)
+                    return all(self._are_disjoint(each, other, chain) for each in parts)
+        if _has_values(first) and _has_values(second):
+            texts = [
+                {json.dumps(_plain(value), sort_keys=True) for value in _values(part)}
+                for part in (first, second)
+            ]
+            return not texts[0] & texts[1]
+        shared = _kinds(first) & _kinds(second)
+        if not shared:
+            return True
+        if shared != {"object"} or _has_values(first) or _has_values(second):
+            return False
+        both = {*first.get("required", ())} & {*second.get("required", ())}
+        properties = first.get("properties", {}), second.get("properties", {})
+        return any(
+            self._are_disjoint(properties[0].get(name), properties[1].get(name), chain)
+            for name in sorted(both)
         )
-    for keyword in NOT_ENFORCED:
+
+    def _resolved(self, part: Any, chain: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:
+        while isinstance(part, Mapping) and "$ref" in part:
+            part, chain = self._named(part["$ref"], chain)
+        return part, chain
+
+
+def _check(part: Any) -> None:
+    """Raises ValueError if a part has a keyword that is not supported, or has no effect here."""
+    if part is False:
+        _refuse("a part that is false", "no text satisfies it")
+    if not isinstance(part, Mapping):
+        raise ValueError(f"the JSON schema has {part!r} where a schema must be")
+    for keyword, why in NOT_SUPPORTED.items():
         if part.get(keyword, False) is not False:
-            _refuse(f"{keyword!r}", "it would not be enforced")
-    for keyword in ("anyOf", "oneOf", "allOf", "enum", "type"):
-        if part.get(keyword) == []:
-            _refuse(f"an empty {keyword!r}", "no text matches it")
-    if len(part.get("allOf", ())) > 1:
-        _refuse("'allOf' with several schemas", "their texts would be concatenated")
-    for keyword in ("pattern", "format"):
-        if keyword in part and any(length in part for length in LENGTHS):
-            _refuse(f"{keyword!r} with {' or '.join(LENGTHS)}", "only one would be enforced")
-    if "pattern" in part and "format" in part:
-        _refuse("'pattern' with 'format'", "only one would be enforced")
-    _check_siblings(part)
-    for name in _names([part.get("enum"), part.get("const")]):
-        if re.fullmatch(r"[\w -]*", name) is None:
-            _refuse(f"the name {name!r} in 'enum' or 'const'", "it would be read as an expression")
-    properties = part.get("properties")
-    names = properties if isinstance(properties, Mapping) else {}
-    unknown = sorted({*part.get("required", ())} - {*names})
-    if unknown:
-        _refuse(f"the required property {unknown[0]!r}", "'properties' does not have it")
-    for name in names:
-        if re.search(r'["\\\x00-\x1f]', name):
-            _refuse(
-                f"the property {name!r}", "its name has a quote, backslash or control character"
-            )
-
-
-def _check_siblings(part: Mapping[str, Any]) -> None:
-    for keyword, kind in (("properties", "object"), ("prefixItems", "array")):
-        if keyword in part and kind not in part.get("type", kind):
-            _refuse(f"{keyword!r} with type {part['type']!r}", "only one would be enforced")
+            _refuse(f"{keyword!r}", why)
+    keywords = KEYWORDS & {*part}
     alone = next((keyword for keyword in ALONE if keyword in part), None)
-    if alone is None:
-        return
-    ignored = part.keys() - WITHOUT_EFFECT - {alone}
-    if alone in ("enum", "const") and "type" in part:
-        given = part["type"] if isinstance(part["type"], list) else [part["type"]]
-        values = part["enum"] if alone == "enum" else [part["const"]]
-        if all(any(_has_type(value, name) for name in given) for value in values):
-            ignored -= {"type"}
-    if ignored:
-        _refuse(f"{alone!r} with {min(ignored)!r}", "only one would be enforced")
+    others = keywords - {alone, *({"type"} if alone in ("enum", "const") else ())}
+    if alone and others - {*NOT_SUPPORTED}:
+        _refuse(f"{alone!r} with {min(others)!r}", "expressions have no intersection")
 
 
-def _has_type(value: Any, name: str) -> bool:
+def _types(part: Mapping[str, Any]) -> list[str] | None:
+    """Returns the types of a part's values, or those of its keywords; None: any."""
+    if "type" not in part:
+        implied = [name for name, keywords in OF_TYPE.items() if keywords & {*part}]
+        return [name for name in implied if name != "integer"] or None
+    types = part["type"] if isinstance(part["type"], list) else [part["type"]]
+    for name in types:
+        if name not in OF_TYPE:
+            raise ValueError(f"the JSON schema has type {name!r}: use one of {', '.join(OF_TYPE)}")
+    if not types:
+        _refuse("an empty 'type'", "no text satisfies it")
+    return [name for name in dict.fromkeys(types) if name != "integer" or "number" not in types]
+
+
+def _kinds(part: Mapping[str, Any]) -> set[str]:
+    """Returns the types of a part's values; a whole number has type integer only."""
+    if _has_values(part):
+        return {_type_of(value) for value in _values(part)}
+    kinds = {*(_types(part) or OF_TYPE)}
+    return kinds | {"integer"} if "number" in kinds else kinds
+
+
+def _has_values(part: Mapping[str, Any]) -> bool:
+    return "enum" in part or "const" in part
+
+
+def _type_of(value: Any) -> str:
+    """Returns the type of a JSON value."""
     if isinstance(value, bool):
-        return name == "boolean"
-    return isinstance(value, TYPES.get(name, ()))
+        return "boolean"
+    by_type = {str: "string", int: "integer", list: "array", dict: "object", type(None): "null"}
+    if isinstance(value, Decimal):
+        return "integer" if value == int(value) else "number"
+    return by_type[type(value)]
 
 
-def _names(value: Any) -> Iterator[str]:
-    """Yields the names of all objects inside a JSON value."""
+def _values(part: Mapping[str, Any]) -> list[Any]:
+    """Returns the values of `enum` or `const` that have the part's type."""
+    values = _list(part, "enum") if "enum" in part else [part["const"]]
+    if "type" in part:
+        kinds = _kinds({"type": part["type"]})
+        values = [value for value in values if _type_of(value) in kinds]
+    if not values:
+        _nothing(part)
+    return values
+
+
+def _string(part: Mapping[str, Any]) -> str:
+    low, high = _counts(part, LENGTHS)
+    given = [keyword for keyword in ("pattern", "format") if keyword in part]
+    if len(given) + any(keyword in part for keyword in LENGTHS) > 1:
+        others = [keyword for keyword in ("format", *LENGTHS) if keyword in part]
+        _refuse(f"{given[0]!r} with {others[-1]!r}", "expressions have no intersection")
+    if "pattern" in part:
+        return f'"{string_pattern.as_json(part["pattern"])}"'
+    if "format" in part:
+        if part["format"] not in string_formats.FORMATS:
+            known = ", ".join(string_formats.FORMATS)
+            _refuse(f"the format {part['format']!r}", f"only {known} are known")
+        return f'"{string_formats.FORMATS[part["format"]]}"'
+    if low > high:
+        _nothing(part)
+    return f'"{_count(CHARACTER, low, high)}"'
+
+
+def _number(part: Mapping[str, Any], between: Any) -> str:
+    """Returns the expression of numbers with the bounds of a part."""
+    low = max(_bounds(part, LOWER), default=None)  # at the same number, a strict one is larger
+    high = min(_bounds(part, UPPER), key=lambda x: (x.value, not x.strict), default=None)
+    return between(low, high) or _nothing(part)
+
+
+def _bounds(part: Mapping[str, Any], keywords: tuple[str, str]) -> list[Bound]:
+    bounds = []
+    for keyword in keywords:
+        if keyword in part:
+            value = part[keyword]
+            if isinstance(value, bool) or not isinstance(value, int | Decimal):
+                raise ValueError(f"the JSON schema has {keyword}={value!r}: it must be a number")
+            bounds.append(Bound(Decimal(value), keyword.startswith("exclusive")))
+    return bounds
+
+
+def _counts(part: Mapping[str, Any], keywords: tuple[str, str]) -> tuple[int, float]:
+    """Returns the least and the most of a number of characters, items or properties."""
+    counts = [part.get(keywords[0], 0), part.get(keywords[1], float("inf"))]
+    for keyword, count in zip(keywords, counts, strict=True):
+        if count != float("inf") and (not isinstance(count, int) or count < 0):
+            raise ValueError(f"the JSON schema has {keyword}={count!r}: it must be an integer >= 0")
+    return counts[0], counts[1]
+
+
+def _list(part: Mapping[str, Any], keyword: str) -> list[Any]:
+    if not isinstance(part[keyword], list) or not part[keyword]:
+        _refuse(f"{keyword}={part[keyword]!r}", "it must be a list with at least one element")
+    return part[keyword]
+
+
+def _literal(value: Any) -> str:
+    """Returns the expression of one JSON value."""
+    if isinstance(value, list):
+        inside = COMMA.join(map(_literal, value))
+        return rf"\[{BLANK}{inside}{BLANK}\]"
     if isinstance(value, dict):
-        yield from value
-        value = [*value.values()]
-    for inside in value if isinstance(value, list) else ():
-        yield from _names(inside)
+        inside = COMMA.join(_literal(name) + COLON + _literal(x) for name, x in value.items())
+        return rf"\{{{BLANK}{inside}{BLANK}\}}"
+    return _escaped(json.dumps(_plain(value), ensure_ascii=False))
+
+
+def _plain(value: Any) -> Any:
+    """Returns a JSON value whose numbers are int or float, and int if they are whole."""
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, Decimal):
+        return int(value) if value == int(value) else float(value)
+    return value
+
+
+def _escaped(text: str) -> str:
+    """Returns the expression of a text."""
+    return re.sub(r"[\\.+*?()|\[\]{}^$]", r"\\\g<0>", text)
+
+
+def _anything(depth: int) -> str:
+    """Returns the expression of any JSON value whose objects and arrays are nested so deep."""
+    parts = [STRING, json_numbers.NUMBER, "true", "false", "null"]
+    if depth:
+        value = _anything(depth - 1)
+        parts.append(_repeated(r"\{", f"{STRING}{COLON}{value}", 0, float("inf"), r"\}"))
+        parts.append(_repeated(r"\[", value, 0, float("inf"), r"\]"))
+    return either(parts)
+
+
+def _repeated(begin: str, item: str, low: int, high: float, end: str) -> str:
+    """Returns the expression of brackets around `low` to `high` items with commas between."""
+    inside = "" if high == 0 else item + _count(f"(?:{COMMA}{item})", max(0, low - 1), high - 1)
+    return f"{begin}{BLANK}{inside if low or not inside else f'(?:{inside})?'}{BLANK}{end}"
+
+
+def _count(item: str, low: int, high: float) -> str:
+    """Returns the expression of `low` to `high` repetitions."""
+    if (low, high) == (0, float("inf")):
+        return f"{item}*"
+    return f"{item}{{{low},{'' if high == float('inf') else int(high)}}}"
+
+
+def _optional(parts: list[str]) -> str:
+    return f"(?:{either(parts)})?" if parts else ""
+
+
+def _nothing(part: Any) -> NoReturn:
+    text = json.dumps(part, default=float)
+    _refuse(f"the part {text[:80]}{'…' * (len(text) > 80)}", "no text satisfies it")
 
 
 def _refuse(what: str, why: str) -> NoReturn:
-    raise ValueError(
-        f"the JSON schema has {what}, which is not supported, because {why}: remove it, and check "
-        "the text afterwards"
-    )
-
-
-def _parts(schema: Any) -> Iterator[dict[str, Any]]:
-    """Yields a schema and all schemas inside it."""
-    if not isinstance(schema, dict):
-        return
-    yield schema
-    for container, key in _inside(schema):
-        yield from _parts(container[key])
-
-
-def _inside(part: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """Yields (a container, the key in it) of each schema directly inside a schema."""
-    if isinstance(properties := part.get("properties"), dict):
-        yield from ((properties, name) for name in properties)
-    yield from ((part, keyword) for keyword in ("items", "additionalProperties") if keyword in part)
-    for keyword in ("prefixItems", "anyOf", "oneOf", "allOf"):
-        parts = part.get(keyword)
-        yield from ((parts, i) for i in range(len(parts) if isinstance(parts, list) else 0))
+    raise ValueError(f"the JSON schema has {what}, which is not supported: {why}")

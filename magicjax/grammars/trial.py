@@ -15,16 +15,12 @@ MEMORY = 2**30  # bytes
 
 
 @functools.lru_cache(maxsize=256)
-def check(kind: str, source: str) -> None:
-    """Raises ValueError if a grammar takes more than SECONDS or MEMORY to compile.
+def check(expression: str) -> None:
+    """Raises ValueError if a regular expression takes more than SECONDS or MEMORY to compile.
 
-    A grammar with another error passes: compiling it says what is wrong.
-
-    Args:
-      kind: "regex" or "json_schema".
-      source: the expression, or what `json_schema.prepared` returns.
+    One with another error passes: compiling it says what is wrong.
     """
-    request = json.dumps([kind, source, SECONDS, MEMORY])
+    request = json.dumps([expression, SECONDS, MEMORY])
     command = [sys.executable, "-P", __file__]
     if subprocess.run(command, input=request, text=True, capture_output=True).returncode:
         raise ValueError(
@@ -34,18 +30,15 @@ def check(kind: str, source: str) -> None:
 
 
 def _main() -> None:
-    kind, source, seconds, memory = json.load(sys.stdin)
+    expression, seconds, memory = json.load(sys.stdin)
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     import outlines_core
-    import outlines_core.json_schema
 
     single_bytes = outlines_core.Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)})
     try:
-        if kind == "json_schema":
-            source = outlines_core.json_schema.build_regex_from_schema(source)
-        outlines_core.Index(source, single_bytes)
+        outlines_core.Index(expression, single_bytes)
     except ValueError:
         pass
 

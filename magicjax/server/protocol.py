@@ -244,10 +244,10 @@ def _grammar(body: CompletionBody | ChatBody, served: Served) -> Grammar | None:
     try:
         if given.json_schema is not None:
             schema = given.json_schema.definition
-            trial.check("json_schema", json_schema.prepared(schema))
+            trial.check(json_schema.expression(schema))
             grammar = Grammar.json_schema(schema)
         elif given.regex is not None:
-            trial.check("regex", given.regex)
+            trial.check(given.regex)
             grammar = Grammar.regex(given.regex)
         else:
             grammar = Grammar.json_object()

@@ -188,16 +188,18 @@ WRONG = {
     "an anchor": (lambda: Grammar.regex("^a$"), ValueError, "omit \\^ and \\$"),
     "no match": (lambda: Grammar.regex("[a&&b]"), ValueError, "not supported|matches no text"),
     "no JSON": (lambda: Grammar.json_schema("{"), ValueError, "not valid JSON"),
-    "a type": (lambda: Grammar.json_schema({"type": "x"}), ValueError, "Unsupported type: x"),
-    "an ignored keyword": (
-        lambda: Grammar.json_schema({"type": "array", "items": {"type": "integer", "minimum": 3}}),
+    "a type": (lambda: Grammar.json_schema({"type": "x"}), ValueError, "type 'x': use one of"),
+    "a keyword": (
+        lambda: Grammar.json_schema(
+            {"type": "array", "items": {"type": "integer", "multipleOf": 3}}
+        ),
         ValueError,
-        "'minimum', which is not supported",
+        "'multipleOf', which is not supported",
     ),
     "two patterns": (
         lambda: Grammar.json_schema({"type": "string", "pattern": "a+", "maxLength": 3}),
         ValueError,
-        "'pattern' with minLength or maxLength",
+        "'pattern' with 'maxLength', which is not supported",
     ),
 }
 
