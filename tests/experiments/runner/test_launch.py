@@ -356,11 +356,18 @@ SPAWNED = ("magicdec_tables", "two_nodes")  # need many devices, which only a ne
 
 @pytest.fixture
 def downloaded(tmp_path, monkeypatch):
-    """Models to download are in the cache folder, each with the files of SmolLM2's draft model."""
+    """Models to download are in the cache folder: the draft model's files with SmolLM2's sizes."""
     monkeypatch.setenv("MAGICJAX_CACHE", str(tmp_path / "cache"))
+    draft = SHIPPED.parent / "zoo" / "smollm2" / "draft-1"
+    sizes = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}
+    sizes |= {"num_hidden_layers": 30}
     for download in DOWNLOADS.values():
-        download.directory.parent.mkdir(parents=True, exist_ok=True)
-        download.directory.symlink_to(SHIPPED.parent / "zoo" / "smollm2" / "draft-1")
+        download.directory.mkdir(parents=True)
+        for file in draft.iterdir():
+            (download.directory / file.name).symlink_to(file)
+        config = download.directory / "config.json"
+        config.unlink()
+        config.write_text(json.dumps(json.loads((draft / config.name).read_text()) | sizes))
 
 
 @pytest.mark.parametrize(
