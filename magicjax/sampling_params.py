@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from magicjax.suggest import explain_unknown
 from magicjax.verification.logprobs import MAX_ALTERNATIVES
 
 MAX_SEED = 2**32 - 1
+LARGEST = float(np.finfo(np.float32).max)
 TINY = float(np.finfo(np.float32).tiny)  # smaller numbers are 0 on some devices
 
 
@@ -30,8 +31,20 @@ class SamplingParams:
       top_k: sample from this many of the most likely tokens; 0 for all.
       top_p: of the tokens that top_k keeps, sample from the fewest most likely ones whose
         probabilities sum to top_p; 1 for all.
+      min_p: before top_k, leave out tokens whose probability is below min_p times the highest one;
+        0 for none.
+      repetition_penalty: divides the positive logits of tokens that the prompt or the text has, and
+        multiplies negative ones; 1 for none.
+      frequency_penalty: is subtracted from the logit of a token for each time that the text has it.
+      presence_penalty: is subtracted once from the logits of the tokens that the text has.
+      logit_bias: numbers that are added to the logits of tokens, by token id.
+      allowed_token_ids: the only tokens that may be sampled, EOS included; None for all.
+      bad_words: strings that are not generated: the last token of each of their tokenizations, at
+        the begin of a text and after a space, is excluded where it would complete them.
       seed: of the random numbers, 0 to 2**32 - 1; the same seed gives the same text.
       max_tokens: the most new tokens; None for as many as fit.
+      min_tokens: new tokens before EOS is allowed; stop strings end the text even before.
+      ignore_eos: EOS does not end the text.
       stop: strings that end the text, which is cut before the first one. They may span
         tokens. None for none.
       grammar: what the text must match. Tokens that it does not allow have probability 0, and the
@@ -40,15 +53,24 @@ class SamplingParams:
         tokens at their positions, 0 to 20; None for none.
 
     Raises:
-      ValueError, TypeError: a value of another type or outside these ranges; top_k, top_p or seed
-        in greedy decoding.
+      ValueError, TypeError: a value of another type or outside these ranges; top_k, top_p, min_p or
+        seed in greedy decoding; a grammar with parameters that exclude tokens.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
     seed: int = 0
     max_tokens: int | None = 128
+    min_tokens: int = 0
+    ignore_eos: bool = False
     stop: str | Sequence[str] = ()
     grammar: Grammar | None = None
     logprobs: int | None = None
@@ -68,6 +90,10 @@ class SamplingParams:
             raise ValueError(
                 f"top_p={self.top_p}: it must be above 0 and at most 1, for all tokens"
             )
+        check_real("min_p", self.min_p, "0 for all tokens")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p={self.min_p}: it must be from 0, for all tokens, to 1")
+        self._check_processors()
         check_whole("seed", self.seed, 0, MAX_SEED, "the default is 0")
         if self.max_tokens is not None:
             check_whole("max_tokens", self.max_tokens, 1, hint="None for as many as fit")
@@ -78,9 +104,9 @@ class SamplingParams:
                 f"grammar has type {type(self.grammar).__name__}: pass a magicjax.Grammar, such as "
                 "Grammar.regex(...) or Grammar.json_schema(...)"
             )
-        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        object.__setattr__(self, "stop", _strings("stop", self.stop))
         if self.greedy:
-            for field in ("top_k", "top_p", "seed"):
+            for field in ("top_k", "top_p", "min_p", "seed"):
                 value = getattr(self, field)
                 if value != type(self).__dataclass_fields__[field].default:
                     raise ValueError(
@@ -88,21 +114,71 @@ class SamplingParams:
                         f"above 0, or omit {field}"
                     )
 
+    def _check_processors(self) -> None:
+        """Checks what changes logits, and makes it hashable."""
+        check_real("repetition_penalty", self.repetition_penalty, "1 for none")
+        if not TINY <= self.repetition_penalty <= LARGEST:
+            raise ValueError(
+                f"repetition_penalty={self.repetition_penalty}: it must be above 0; 1 for none"
+            )
+        bias = self.logit_bias
+        pairs = tuple(bias.items()) if isinstance(bias, Mapping) else tuple(bias)
+        for name in ("frequency_penalty", "presence_penalty"):
+            _check_finite(name, getattr(self, name))
+        for token, value in pairs:
+            check_whole("a token of logit_bias", token, 0)
+            _check_finite(f"logit_bias[{token}]", value)
+        object.__setattr__(self, "logit_bias", tuple(sorted((int(t), float(x)) for t, x in pairs)))
+        if self.allowed_token_ids is not None:
+            ids = tuple(self.allowed_token_ids)
+            for token in ids:
+                check_whole("a token of allowed_token_ids", token, 0)
+            if not ids:
+                raise ValueError("allowed_token_ids is empty: pass at least one token, or None")
+            object.__setattr__(self, "allowed_token_ids", tuple(sorted({int(t) for t in ids})))
+        object.__setattr__(self, "bad_words", _strings("bad_words", self.bad_words))
+        check_whole("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}: reduce it"
+            )
+        if not isinstance(self.ignore_eos, bool):
+            raise TypeError(f"ignore_eos={self.ignore_eos!r}: it must be True or False")
+        if self.grammar is not None:
+            for field in ("allowed_token_ids", "bad_words", "min_tokens", "ignore_eos"):
+                if getattr(self, field):
+                    raise ValueError(
+                        f"{field} with a grammar may leave no token: express it in the grammar"
+                    )
+
+    @property
+    def processors(self) -> tuple[Any, ...]:
+        """What changes logits, besides the grammar (`magicjax.verification.logits_processor`)."""
+        penalties = self.repetition_penalty, self.frequency_penalty, self.presence_penalty
+        excluded = self.allowed_token_ids, self.bad_words, self.min_tokens
+        return *penalties, self.logit_bias, *excluded
+
     @property
     def greedy(self) -> bool:
         """Whether each token is the most likely one."""
         return self.temperature == 0
 
 
-def _stop_strings(stop: Any) -> tuple[str, ...]:
-    if stop is None:
+def _check_finite(name: str, value: Any) -> None:
+    check_real(name, value, "0 for none")
+    if not math.isfinite(np.float32(value)):
+        raise ValueError(f"{name}={value}: it must be finite")
+
+
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    if value is None:
         return ()
-    if not isinstance(stop, str | Sequence):
-        raise TypeError(f"stop={stop!r}: it must be a string, or a list of strings")
-    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not isinstance(value, str | Sequence):
+        raise TypeError(f"{name}={value!r}: it must be a string, or a list of strings")
+    strings = (value,) if isinstance(value, str) else tuple(value)
     for string in strings:
         if not isinstance(string, str):
-            raise TypeError(f"stop={stop!r}: {string!r} is not a string")
+            raise TypeError(f"{name}={value!r}: {string!r} is not a string")
         if not string:
-            raise ValueError(f"stop={string!r}: a stop string must have at least 1 character")
+            raise ValueError(f"{name}={string!r}: a string must have at least 1 character")
     return strings

@@ -48,6 +48,7 @@ def sampling_of(temperature: float, window: int) -> Sampling:
         temperature=jnp.full(1, temperature, jnp.float32),
         top_k=jnp.zeros(1, jnp.int32),
         top_p=jnp.ones(1, jnp.float32),
+        min_p=jnp.zeros(1, jnp.float32),
         keys=row_keys(0, jnp.array([window])),
         top_k_used=False,
         top_p_used=False,

@@ -28,10 +28,11 @@ from magicjax.model import Model
 from magicjax.settings import PrefillSettings, Settings, StatsSpec
 from magicjax.trees import token_tree
 from magicjax.trees.proposal import Proposal
-from magicjax.verification import verify
+from magicjax.verification import logits_processor, verify
+from magicjax.verification.logits_processor import LogitsProcessor
 from magicjax.verification.logprobs import LogProbs, log_probs
 from magicjax.verification.sampling import Purpose, Sampling, sample, uniforms, warp
-from sharding import collectives, logical_axes
+from sharding import collectives
 
 ALL_ROUNDS = 2**31 - 1
 
@@ -44,12 +45,14 @@ class Prefilled:
       first: int32 [B], each row's first new token.
       stats: the target's attention over the prompts.
       logprobs: [B, 1], of the first tokens; None if they are not computed.
+      processor: of the rows' logits, after the first tokens; None without.
       grammar: of the rows, after the first tokens; None without grammars.
     """
 
     first: Int[Array, "B"]
     stats: ModelStats
     logprobs: LogProbs | None
+    processor: LogitsProcessor | None
     grammar: GrammarRows | None
 
 
@@ -65,7 +68,7 @@ class DecodeState:
       emitted: int32 [B], number of emitted tokens.
       limits: int32 [B], each row's max_tokens.
       ended: bool [B].
-      eos: int32 [E], tokens that end a row; E may be 0.
+      eos: int32 [B, E], tokens that end each row; E may be 0, and -1 is none.
       sampling: each row's sampling parameters; None: greedy.
       histogram: int32 [B, A], number of rounds of the row that accepted 0, 1, … A-1 drafted tokens.
       ranks: int32 [B, A, W], number of rounds whose path continued, at each depth, with a node's
@@ -75,6 +78,7 @@ class DecodeState:
         largest number of any group.
       max_rounds: int32 [], the most rounds of a call of `decode`.
       logprobs: [B, max_tokens + A], of the tokens in `output`; None if they are not computed.
+      processor: of the rows' logits, after the pending tokens; None without.
       grammar: of the rows, after the pending tokens; None without grammars.
     """
 
@@ -85,7 +89,7 @@ class DecodeState:
     emitted: Int[Array, "B"]
     limits: Int[Array, "B"]
     ended: Bool[Array, "B"]
-    eos: Int[Array, "E"] = struct.field(metadata=logical_axes())
+    eos: Int[Array, "B E"]
     sampling: Sampling | None
     histogram: Int[Array, "B A"]
     ranks: Int[Array, "B A W"]
@@ -93,6 +97,7 @@ class DecodeState:
     rounds: Int[Array, ""]
     max_rounds: Int[Array, ""]
     logprobs: LogProbs | None
+    processor: LogitsProcessor | None
     grammar: GrammarRows | None
 
 
@@ -102,7 +107,9 @@ def prefill(
     tokens: Int[Array, "B T"],
     lengths: Int[Array, "B"],
     sampling: Sampling | None,
+    processor: LogitsProcessor | None,
     grammar: GrammarRows | None,
+    eos: Int[Array, "B E"],
     transitions: Transitions,
     cache: KVCache | None = None,
     layer_inputs: dict[int, Array] | None = None,
@@ -114,7 +121,7 @@ def prefill(
     """
     begun = settings.stats_spec, cache, layer_inputs
     cache, last, stats = prefill_cache(target, tokens, lengths, settings, *begun)
-    chosen_by = lengths, sampling, grammar, transitions
+    chosen_by = lengths, sampling, processor, grammar, eos, transitions
     return cache, _prefilled(settings, target, last, *chosen_by, stats)
 
 
@@ -126,7 +133,7 @@ def init_state(
     prefilled: Prefilled,
     tokens: Int[Array, "B T"],
     limits: Int[Array, "B"],
-    eos: Int[Array, "E"],
+    eos: Int[Array, "B E"],
     sampling: Sampling | None,
     previous: Previous | None = None,
 ) -> DecodeState:
@@ -152,7 +159,7 @@ def init_state(
         output=buffer(first[:, None]),
         emitted=emitted,
         limits=limits,
-        ended=_is_eos(first, eos) | (emitted >= limits),
+        ended=_is_eos(first[:, None], eos)[:, 0] | (emitted >= limits),
         eos=eos,
         sampling=sampling,
         histogram=jnp.zeros((rows, path), jnp.int32),
@@ -161,6 +168,7 @@ def init_state(
         rounds=jnp.zeros((), jnp.int32),
         max_rounds=jnp.full((), ALL_ROUNDS, jnp.int32),
         logprobs=jax.tree.map(buffer, prefilled.logprobs),
+        processor=prefilled.processor,
         grammar=prefilled.grammar,
     )
 
@@ -171,12 +179,18 @@ def _prefilled(
     hidden: Float[Array, "B E"],
     lengths: Int[Array, "B"],
     sampling: Sampling | None,
+    processor: LogitsProcessor | None,
     grammar: GrammarRows | None,
+    eos: Int[Array, "B E"],
     transitions: Transitions,
     stats: ModelStats,
 ) -> Prefilled:
     """Returns the first tokens, chosen from the hidden states of the prompts' last tokens."""
     logits, axis_names = target.unembed(hidden), target.split.axes
+    if processor is not None:  # the text is empty: no token is at the root
+        root = jnp.full_like(lengths, logits_processor.NO_TOKEN)[:, None]
+        at = root, token_tree.ROOT_ONLY.array, jnp.zeros_like(lengths), eos, axis_names
+        logits = logits_processor.process(processor, logits[:, None], *at)[:, 0]
     if grammar is not None:
         states = grammar.state[:, None]
         logits = masking.mask(transitions, grammar, states, logits[:, None], axis_names)[:, 0]
@@ -188,10 +202,12 @@ def _prefilled(
     first, logprobs = target.layout.broadcast_decision(first), None
     if settings.logprobs is not None:
         logprobs = log_probs(logits[:, None], first[:, None], settings.logprobs, axis_names)
+    if processor is not None:
+        processor = logits_processor.with_tokens(processor, first[:, None], jnp.ones_like(first))
     if grammar is not None:
         state = masking.advance(transitions, grammar, grammar.state, first)
         grammar = dataclasses.replace(grammar, state=state)
-    return Prefilled(first, stats, logprobs, grammar)
+    return Prefilled(first, stats, logprobs, processor, grammar)
 
 
 def step(
@@ -224,6 +240,9 @@ def step(
         hidden, aux, inputs = target(proposal.tokens, positions, attend, spec.layer_inputs)
         kv, queries = zip(*aux, strict=True)
         logits = target.unembed(hidden)
+        if state.processor is not None:
+            at = proposal.tokens, proposal.parents, state.emitted, state.eos, target.split.axes
+            logits = logits_processor.process(state.processor, logits, *at)
         if state.grammar is not None:
             node_states = masking.node_states(
                 transitions, state.grammar, proposal.tokens, proposal.parents, settings.shape.depth
@@ -257,6 +276,9 @@ def step(
             state = dataclasses.replace(state, drafter=drafter_state)
         state = _count(state, proposal, result)
         state = _emit(dataclasses.replace(state, cache=cache), tokens, logprobs, committed, ended)
+        if state.processor is not None:
+            processor = logits_processor.with_tokens(state.processor, tokens, committed)
+            state = dataclasses.replace(state, processor=processor)
         if state.grammar is not None:
             grammar = masking.after_path(
                 transitions, state.grammar, node_states, result.path, committed, state.pending
@@ -352,8 +374,8 @@ def _checked(proposed: Any, drafter: str, state: DecodeState) -> tuple[Proposal,
     return proposed
 
 
-def _is_eos(tokens: Int[Array, "*B"], eos: Int[Array, "E"]) -> Bool[Array, "*B"]:
-    return (tokens[..., None] == eos).any(-1)
+def _is_eos(tokens: Int[Array, "B A"], eos: Int[Array, "B E"]) -> Bool[Array, "B A"]:
+    return (tokens[..., None] == eos[:, None]).any(-1)
 
 
 def _truncate(

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
+from jaxtyping import Int
 
 from magicjax import loading, placement
 from magicjax.decoding import memory, validation
@@ -25,6 +26,8 @@ from magicjax.parallel import pipeline_stages
 from magicjax.sampling_params import SamplingParams
 from magicjax.settings import Settings
 from magicjax.trees.token_tree import Tree
+from magicjax.verification import logits_processor
+from magicjax.verification.logits_processor import LogitsProcessor
 from magicjax.verification.sampling import Sampling, row_keys
 from sharding import DATA, STAGE, AnyMesh, array_bytes, factored, global_arrays
 
@@ -111,9 +114,10 @@ def validate(
         tokens=tokens,
         lengths=lengths,
         limits=limits.astype(np.int32),
-        eos=np.array(eos, np.int32),
+        eos=eos_of_rows(eos, of_rows),
         sampling=None if verifier == "greedy" else sampling_of(of_rows),
         pad_token_id=validation.checked_pad(target, options.pad_token_id, eos),
+        processor=processor_of(target, of_rows, rows),
         grammar=grammar,
         transitions=transitions,
     )
@@ -140,15 +144,37 @@ def sampling_of(params: Sequence[SamplingParams]) -> Sampling:
     temperature: Any = np.array([each.temperature or 1.0 for each in params], np.float32)
     top_k: Any = np.array([1 if each.greedy else min(each.top_k, INT32_MAX) for each in params])
     top_p: Any = np.array([each.top_p for each in params], np.float32)
+    min_p: Any = np.array([each.min_p for each in params], np.float32)
     seeds = np.array([each.seed for each in params], np.uint32)
     return Sampling(
         temperature=temperature,
         top_k=top_k.astype(np.int32),
         top_p=top_p,
+        min_p=min_p,
         keys=row_keys(seeds, np.arange(len(params), dtype=np.int32)),
         top_k_used=bool((top_k > 0).any()),
         top_p_used=any(each.top_p < 1 for each in params),
     )
+
+
+def eos_of_rows(eos: Sequence[int], params: Sequence[SamplingParams]) -> Int[np.ndarray, "B E"]:
+    """Returns the tokens that end each row; -1 in rows that EOS does not end."""
+    ignored = np.array([each.ignore_eos for each in params])
+    return np.where(ignored[:, None], np.int32(-1), np.array(eos, np.int32)[None])
+
+
+def processor_of(
+    target: Model,
+    params: Sequence[SamplingParams],
+    prompts: Sequence[np.ndarray],
+) -> LogitsProcessor | None:
+    """Returns the processor of logits of the rows; None if no row has one."""
+    if not any(map(logits_processor.is_used, params)):
+        return None
+    for each in params:
+        validation.check_token_ids(target, each)
+    sequences = [validation.bad_sequences(target, each) for each in params]
+    return logits_processor.rows_of(params, prompts, sequences, target.config.vocab_size)
 
 
 def _check_devices(
@@ -225,7 +251,8 @@ def place(
     if mesh is None:
         on_device = {
             name: jax.tree.map(jnp.asarray, getattr(request, name))
-            for name in ("tokens", "lengths", "limits", "eos", "sampling", "grammar", "transitions")
+            for name in ("tokens", "lengths", "limits", "eos", "sampling", "processor")
+            + ("grammar", "transitions")
         }
         return dataclasses.replace(request, **on_device)
     return _placed(request, mesh, micro_batches, put)
@@ -250,8 +277,9 @@ def _placed(request: Request, mesh: AnyMesh, micro_batches: int | None, put: Cal
         lengths=per_row(request.lengths),
         limits=per_row(request.limits),
         sampling=per_row(request.sampling),
+        processor=per_row(request.processor),
         grammar=per_row(request.grammar),
-        eos=put(request.eos, replicated),
+        eos=per_row(request.eos),
         transitions=jax.tree.map(lambda x: put(x, replicated), request.transitions),
     )
 

@@ -19,7 +19,7 @@ logger = logging.getLogger("magicjax")
 
 AnySettings = Settings | PrefillSettings
 _PROGRAMS: dict[str, tuple[Callable, dict]] = {
-    "prefill": (loop.prefill, {"donate_argnums": (6, 7)}),
+    "prefill": (loop.prefill, {"donate_argnums": (8, 9)}),
     "init": (loop.init_state, {"donate_argnums": (2, 8)}),
     "decode": (loop.decode, {"donate_argnums": 2}),
     "step": (loop.step, {"donate_argnums": 2}),

@@ -18,6 +18,7 @@ from magicjax.model import Model
 from magicjax.sampling_params import SamplingParams
 from magicjax.settings import PrefillSettings, Settings, StatsSpec
 from magicjax.trees.token_tree import Tree
+from magicjax.verification.logits_processor import LogitsProcessor
 from magicjax.verification.sampling import Sampling
 from sharding import AnyMesh
 
@@ -55,9 +56,10 @@ class Request:
       tokens: int32 [B, T], the prompts, right-padded.
       lengths: int32 [B], of the prompts.
       limits: int32 [B], the maximum number of new tokens.
-      eos: int32 [E], tokens that end a row.
+      eos: int32 [B, E], tokens that end each row; -1 for none.
       sampling: parameters and key of each row; None if all rows are greedy.
       pad_token_id: pads rows that ended.
+      processor: of the rows' logits; None if no row has one.
       grammar: of the rows, before their first new tokens; None without grammars.
       transitions: int32 [M], of all grammars (`magicjax.grammars.masking`).
     """
@@ -70,9 +72,10 @@ class Request:
     tokens: Int[Any, "B T"]
     lengths: Int[Any, "B"]
     limits: Int[Any, "B"]
-    eos: Int[Any, "E"]
+    eos: Int[Any, "B E"]
     sampling: Sampling | None
     pad_token_id: int
+    processor: LogitsProcessor | None = None
     grammar: GrammarRows | None = None
     transitions: Int[Any, "M"] | None = None
 
@@ -93,8 +96,8 @@ class Request:
     @property
     def prefill_arguments(self) -> tuple:
         """Arguments of the program `prefill`."""
-        per_row = self.tokens, self.lengths, self.sampling, self.grammar
-        return self.target, *per_row, self.transitions
+        per_row = self.tokens, self.lengths, self.sampling, self.processor, self.grammar
+        return self.target, *per_row, self.eos, self.transitions
 
     def init_arguments(self, cache: KVCache, prefilled: Prefilled) -> tuple:
         """Returns the arguments of the program `init`, which runs on the results of `prefill`."""

@@ -339,7 +339,7 @@ def output_of(
     output = output[:, : request.settings.max_tokens]
     inside = np.arange(output.shape[1]) < lengths[:, None]
     stopped = [text.stopped for text in streams] or [False] * len(new)
-    eos = set(global_arrays.fetch(request.eos).tolist())
+    eos = global_arrays.fetch(request.eos).tolist()
     target_bytes, draft_bytes = request.kv_bytes
     counted = acceptance(emitted, histogram, ranks, nodes, calls)
     decode_s = measured["decode_s"]
@@ -360,8 +360,8 @@ def output_of(
         tokens=np.where(inside, output, request.pad_token_id).astype(np.int32),
         lengths=lengths,
         finish_reasons=[
-            "stop" if stop else "cancelled" if not end else "eos" if row[-1] in eos else "length"
-            for row, end, stop in zip(new, ended, stopped, strict=True)
+            "stop" if stop else "cancelled" if not end else "eos" if row[-1] in ends else "length"
+            for row, end, stop, ends in zip(new, ended, stopped, eos, strict=True)
         ],
         logprobs=logprobs,
         stats=stats,

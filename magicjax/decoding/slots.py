@@ -30,7 +30,7 @@ def insert(
 ) -> DecodeState:
     """Returns the state with row `slot` replaced by the row of another request.
 
-    The rows share `eos`, `rounds` and `max_rounds`, which do not change. Groups of devices without
+    The rows share `rounds` and `max_rounds`, which do not change. Groups of devices without
     the slot write nothing.
 
     Args:
@@ -46,7 +46,7 @@ def insert(
         if drafter is not None:
             drafter_state = drafter.insert(state.drafter, row.drafter, index)
         rows = insert_row(_per_row(state), _per_row(row), index)
-        shared = dict(eos=state.eos, rounds=state.rounds, max_rounds=state.max_rounds)
+        shared = dict(rounds=state.rounds, max_rounds=state.max_rounds)
         return dataclasses.replace(rows, drafter=drafter_state, **shared)
 
     if not settings.data_axes:
@@ -86,5 +86,5 @@ def _in_group(
 
 
 def _per_row(state: DecodeState) -> Any:
-    shared: Any = dict(drafter=None, eos=None, rounds=None, max_rounds=None)
+    shared: Any = dict(drafter=None, rounds=None, max_rounds=None)
     return dataclasses.replace(state, **shared)

@@ -245,6 +245,39 @@ def _token_id(name: str, value: Any) -> int:
         raise TypeError(f"{name}={value!r} is not a token id: pass {remedy}") from None
 
 
+def check_token_ids(target: Model, params: SamplingParams) -> None:
+    """Raises ValueError if a bias or the allowed tokens are outside of the vocabulary."""
+    vocab = target.config.vocab_size
+    for name, given in (
+        ("logit_bias", dict(params.logit_bias)),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+    ):
+        if (ids := [*given]) and max(ids) >= vocab:
+            raise ValueError(
+                f"{name} has the token {max(ids)}, and the vocabulary has {vocab}: use tokens from "
+                f"0 to {vocab - 1}"
+            )
+
+
+def bad_sequences(target: Model, params: SamplingParams) -> list[list[int]]:
+    """Returns the tokenizations of `bad_words`: at the begin of a text and after a space.
+
+    Raises:
+      ValueError: the target has no tokenizer.
+    """
+    if params.bad_words and target.tokenizer is None:
+        raise ValueError(
+            f"bad_words={params.bad_words!r}: the target {target.name!r} has no tokenizer, which "
+            "bad_words need: load one with a tokenizer"
+        )
+    found: dict[tuple[int, ...], None] = {}
+    for word in params.bad_words:
+        for text in (word, f" {word.lstrip()}"):
+            ids = tuple(target.tokenizer.encode(text, add_special_tokens=False))
+            found |= {ids: None} if ids else {}
+    return [list(ids) for ids in found]
+
+
 def check_stop(target: Model, params: Sequence[SamplingParams]) -> None:
     """Raises ValueError if texts end at strings that cannot be searched for in them."""
     stop = next((string for each in params for string in each.stop), None)

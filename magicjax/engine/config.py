@@ -10,6 +10,7 @@ from magicjax.drafters import Drafter
 from magicjax.model import Model
 from magicjax.sampling_params import SamplingParams
 from magicjax.suggest import explain_unknown
+from magicjax.verification import logits_processor
 from magicjax.verification.logprobs import MAX_ALTERNATIVES
 
 MAX_SLOTS = 2**16
@@ -50,6 +51,8 @@ class EngineConfig:
       host_prefix_bytes: the most bytes of those that the device has no room for, in host memory.
       grammar_states: the most states of all grammars in use at a time, at 256 classes of tokens and
         1 KiB each; a JSON schema has some hundreds. 0 for an engine without grammars.
+      logits_processors: whether requests may have penalties, logit_bias, allowed_token_ids,
+        bad_words and min_tokens.
       logprobs: the most alternatives whose log-probabilities a request may ask for, 0 to 20; None
         for no log-probabilities.
       backend: of attention and products, as for `magicjax.generate`.
@@ -72,6 +75,7 @@ class EngineConfig:
     prefix_bytes: int | None = None
     host_prefix_bytes: int = 0
     grammar_states: int = 0
+    logits_processors: bool = False
     logprobs: int | None = None
     backend: str | None = None
 
@@ -87,7 +91,7 @@ class EngineConfig:
             check_whole(name, getattr(self, name), 0)
         if self.logprobs is not None:
             check_whole("logprobs", self.logprobs, 0, MAX_ALTERNATIVES)
-        for name in ("sampling", "adaptive"):
+        for name in ("sampling", "adaptive", "logits_processors"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name}={value!r}: it must be True or False")
 
@@ -115,6 +119,11 @@ class EngineConfig:
             raise ValueError(
                 f"temperature={params.temperature:g}: the engine decodes greedily; use "
                 "temperature=0, or create the engine with sampling=True"
+            )
+        if logits_processor.is_used(params) and not self.logits_processors:
+            raise ValueError(
+                "penalties, logit_bias, allowed_token_ids, bad_words and min_tokens in an engine "
+                "without them: create the engine with logits_processors=True"
             )
         count, limit = params.logprobs, self.logprobs
         if count is not None and (limit is None or count > limit):

@@ -107,7 +107,8 @@ class Engine:
             min_shared=self._prefixes.min_shared if self._prefixes.max_entries else None,
         )
         self._arena = Arena(config.grammar_states * CLASSES)
-        self._eos = set(global_arrays.fetch(self._templates.row.eos).tolist())
+        assert isinstance(config.eos_token_id, tuple)  # set by `make_templates`
+        self._eos = {*config.eos_token_id}
         self._loops = speculation.loops(slots, config.adaptive)
         self._controller = Controller.create(self._loops, config.slots)
         self._counters = Counters(self._loops)
@@ -353,7 +354,7 @@ class Engine:
         handle.emitted = len(tokens)
         stopped = handle.deliver(tokens[new], logprobs and logprobs[new], time.monotonic())
         if stopped or ended:
-            is_eos = tokens[-1] in self._eos
+            is_eos = tokens[-1] in self._eos and not handle.request.params.ignore_eos
             self._end(handle, "stop" if stopped else "eos" if is_eos else "length")
 
     def _end(self, handle: Handle, reason: str) -> None:

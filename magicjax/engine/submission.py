@@ -9,13 +9,14 @@ from jax.sharding import Mesh
 
 from magicjax.checks import check_real, check_whole
 from magicjax.decoding.prompts import token_ids
-from magicjax.decoding.validation import check_params, check_stop
+from magicjax.decoding.validation import bad_sequences, check_params, check_stop, check_token_ids
 from magicjax.engine.request import EngineRequest
 from magicjax.engine.templates import Templates
 from magicjax.grammars.arena import CLASSES, automaton_of
 from magicjax.grammars.compiler import TokenAutomaton
+from magicjax.model import Model
 from magicjax.sampling_params import SamplingParams
-from sharding import global_arrays
+from magicjax.verification.logits_processor import MAX_SEQUENCE, MAX_SEQUENCES
 
 
 def validated(
@@ -49,6 +50,8 @@ def validated(
                 )
     templates.config.check_params(params)
     check_stop(templates.row.target, [params])
+    check_token_ids(templates.row.target, params)
+    _check_bad_words(templates.row.target, params)
     now = time.monotonic()
     return EngineRequest(
         prompt=tokens,
@@ -59,6 +62,17 @@ def validated(
         submitted_s=now,
         deadline_s=None if deadline_s is None else now + deadline_s,
     )
+
+
+def _check_bad_words(target: Model, params: SamplingParams) -> None:
+    """Raises ValueError if the tokenizations of `bad_words` exceed an engine's limits."""
+    sequences = bad_sequences(target, params)
+    if len(sequences) > MAX_SEQUENCES or any(len(each) > MAX_SEQUENCE for each in sequences):
+        raise ValueError(
+            f"bad_words have {len(sequences)} tokenizations of at most "
+            f"{max(map(len, sequences))} tokens, and an engine excludes {MAX_SEQUENCES} of at most "
+            f"{MAX_SEQUENCE}: use fewer or shorter words"
+        )
 
 
 def check_samples(n: int, params: SamplingParams) -> None:
@@ -100,7 +114,8 @@ def _automaton(templates: Templates, params: SamplingParams) -> TokenAutomaton |
         raise ValueError(
             "grammar in an engine without grammars: create the engine with grammar_states=4096"
         )
-    automaton = automaton_of(row.target, params.grammar, global_arrays.fetch(row.eos).tolist())
+    assert isinstance(templates.config.eos_token_id, tuple)
+    automaton = automaton_of(row.target, params.grammar, templates.config.eos_token_id)
     states, classes = automaton.next.shape
     needed = -(-(automaton.next.size + 1) // CLASSES)
     if needed > limit:

@@ -16,12 +16,13 @@ from magicjax.decoding.loop import DecodeState
 from magicjax.decoding.preparation import (
     capacity_of,
     drafter_and_tree,
+    eos_of_rows,
     place,
     sampling_of,
     validate,
 )
 from magicjax.decoding.request import Request, RequestOptions
-from magicjax.decoding.validation import check_detokenization, check_target
+from magicjax.decoding.validation import bad_sequences, check_detokenization, check_target
 from magicjax.drafters import Drafter
 from magicjax.engine import memory_check
 from magicjax.engine.config import EngineConfig
@@ -34,6 +35,8 @@ from magicjax.kv_cache.full_cache import KVCache
 from magicjax.model import Model
 from magicjax.sampling_params import SamplingParams
 from magicjax.trees.token_tree import Tree
+from magicjax.verification import logits_processor
+from magicjax.verification.logits_processor import LogitsProcessor
 from magicjax.verification.sampling import Sampling
 from sharding import DATA, STAGE, factored, global_arrays
 
@@ -123,12 +126,14 @@ def validated(
         tokens=np.zeros((1, capacity), np.int32),
         lengths=row.lengths[:1],
         limits=row.limits[:1],
+        eos=row.eos[:1],
         sampling=row_sampling(config, SamplingParams()),
+        processor=row_processor(target, config, SamplingParams(), longest[:0]),
         **_any_grammar(row, config.grammar_states),
     )
     config.check_drafter(row.drafter, row.settings.verifier)
     memory_check.check_prefixes(row, config)
-    eos, verifier = tuple(row.eos.tolist()), row.settings.verifier
+    eos, verifier = tuple(row.eos[0].tolist()), row.settings.verifier
     return dataclasses.replace(config, eos_token_id=eos, verifier=verifier), row
 
 
@@ -165,7 +170,9 @@ def make_templates(
         tokens=repeated(row.tokens),
         lengths=repeated(row.lengths),
         limits=repeated(row.limits),
+        eos=repeated(row.eos),
         sampling=jax.tree.map(repeated, row.sampling),
+        processor=jax.tree.map(repeated, row.processor),
         grammar=jax.tree.map(repeated, row.grammar),
     )
     shapes = runner.state_shapes(row)
@@ -223,6 +230,19 @@ def row_sampling(config: EngineConfig, params: SamplingParams) -> Sampling | Non
     return dataclasses.replace(sampling_of([params]), top_k_used=True, top_p_used=True)
 
 
+def row_processor(
+    target: Model, config: EngineConfig, params: SamplingParams, prompt: Int[np.ndarray, "T"]
+) -> LogitsProcessor | None:
+    """Returns the processor of the logits of one row; None in an engine without them."""
+    if not config.logits_processors:
+        return None
+    shape = logits_processor.MAX_SEQUENCES, logits_processor.MAX_SEQUENCE
+    sequences = bad_sequences(target, params)
+    return logits_processor.rows_of(
+        [params], [prompt], [sequences], target.config.vocab_size, shape
+    )
+
+
 def _any_grammar(row: Request, states: int) -> dict[str, Any]:
     """Returns the fields of a row without a grammar, in an engine with `grammar_states`."""
     if not states:
@@ -268,18 +288,22 @@ def row_of_request(
     row, prompt = templates.row, request.prompt
     tokens = np.zeros(row.tokens.shape, np.int32)
     tokens[0, : len(prompt)] = prompt
-    sampling = row_sampling(templates.config, request.params)
-    of_row = tokens, _one_row(len(prompt)), _one_row(request.max_tokens), sampling, grammar
-    tokens, lengths, limits, placed, grammar = global_arrays.put(of_row, row.lengths.sharding)
+    config, params = templates.config, request.params
+    assert isinstance(config.eos_token_id, tuple)  # set by `validated`
+    on_host = {
+        "tokens": tokens,
+        "lengths": _one_row(len(prompt)),
+        "limits": _one_row(request.max_tokens),
+        "eos": eos_of_rows(config.eos_token_id, [params]),
+        "sampling": row_sampling(config, params),
+        "processor": row_processor(row.target, config, params, prompt),
+        "grammar": grammar,
+    }
     return dataclasses.replace(
         row,
         prompts=[prompt],
-        params=(request.params,),
-        tokens=tokens,
-        lengths=lengths,
-        limits=limits,
-        sampling=placed,
-        grammar=grammar,
+        params=(params,),
+        **global_arrays.put(on_host, row.lengths.sharding),
     )
 
 
@@ -295,12 +319,14 @@ def _one_row(value: int) -> Int[np.ndarray, "1"]:
 def empty_state(templates: Templates) -> DecodeState:
     """Returns the state of slots that are all free; allocates the caches."""
     slots = templates.slots
-    separate: Any = dict(sampling=None, ended=None, eos=None)
+    separate: Any = dict(sampling=None, processor=None, ended=None, eos=None)
     shapes = dataclasses.replace(runner.state_shapes(slots), **separate)
     # Copies, because programs donate the state.
-    sampling, eos = jax.tree.map(jnp.copy, (slots.sampling, slots.eos))
+    copied = jax.tree.map(jnp.copy, (slots.sampling, slots.processor, slots.eos))
+    sampling, processor, eos = copied
     ended = global_arrays.put(np.ones(templates.config.slots, bool), slots.lengths.sharding)
-    state = dataclasses.replace(_zeros(shapes), sampling=sampling, ended=ended, eos=eos)
+    rows: Any = dict(sampling=sampling, processor=processor, ended=ended, eos=eos)
+    state = dataclasses.replace(_zeros(shapes), **rows)
     return runner.with_rounds(state, templates.config.rounds_per_step)
 
 

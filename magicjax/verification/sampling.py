@@ -41,6 +41,8 @@ class Sampling:
       top_k: int32 [B], how many of the most likely tokens are kept; 0: all.
       top_p: float32 [B], in (0, 1]; after top_k, the fewest most likely tokens whose probabilities
         sum to at least top_p are kept; 1: all.
+      min_p: float32 [B], tokens whose probability is below min_p times the highest one are left
+        out, before top_k; 0: none.
       keys: [B], each row's key, from the seed and the request.
       top_k_used, top_p_used: static; whether any row uses it, which costs passes over the logits.
     """
@@ -48,6 +50,7 @@ class Sampling:
     temperature: Float[Array, "B"]
     top_k: Int[Array, "B"]
     top_p: Float[Array, "B"]
+    min_p: Float[Array, "B"]
     keys: Array
     top_k_used: bool = struct.field(pytree_node=False)
     top_p_used: bool = struct.field(pytree_node=False)
@@ -67,7 +70,7 @@ def row_keys(seeds: Int[Array, "*B"], requests: Int[Array, "B"]) -> Array:
 def warp(
     sampling: Sampling, logits: Float[Array, "B *N V"], axis_names: AxisNames = ()
 ) -> Float[Array, "B *N V"]:
-    """Returns the probabilities to sample from: temperature, then top_k, then top_p.
+    """Returns the probabilities to sample from: temperature, min_p, top_k, top_p, in this order.
 
     Computed in float32 (float64 for such logits). Tokens that tie with the last one kept are kept
     too, so the result does not depend on the order of a sort.
@@ -86,6 +89,8 @@ def warp(
     highest = collectives.pmax(scaled.max(-1, keepdims=True), axis_names)
     scaled = scaled - highest  # a low temperature cannot overflow
     scaled = scaled / per_row(sampling.temperature).astype(dtype)
+    least = jnp.log(per_row(sampling.min_p).astype(dtype))  # the highest one is 0
+    scaled = jnp.where(scaled >= least, scaled, -jnp.inf)
     if sampling.top_k_used:
         vocab = logits.shape[-1] * collectives.axis_size(axis_names)
         count = per_row(jnp.where(sampling.top_k == 0, vocab, jnp.minimum(sampling.top_k, vocab)))

@@ -133,6 +133,7 @@ def _samplers(batch: Batch) -> list[checks.Sampler]:
         temperature=np.float32(batch.sampling["temperature"]),
         top_k=np.array(get("top_k", [0] * rows)),
         top_p=np.float32(get("top_p", [1.0] * rows)),
+        min_p=np.zeros(rows, np.float32),
         keys=row_keys(np.uint32(batch.sampling["seed"]), jax.numpy.arange(rows)),
         top_k_used=True,
         top_p_used=True,

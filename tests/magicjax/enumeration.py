@@ -47,6 +47,7 @@ class World:
             np.full(rows, temperature, np.float32),
             np.full(rows, top_k, np.int32),
             np.full(rows, top_p, np.float32),
+            np.zeros(rows, np.float32),
             _keys(rows),
             top_k_used=top_k > 0,
             top_p_used=top_p < 1,

@@ -11,6 +11,7 @@ from magicjax.decoding import preparation
 from magicjax.decoding.request import Request, RequestOptions
 from sharding import global_arrays
 
+OF_ONE = ("stop", "logit_bias", "allowed_token_ids", "bad_words")  # sequences of one row
 FIELDS = tuple(magicjax.SamplingParams.__dataclass_fields__)
 
 
@@ -23,7 +24,7 @@ def split(
     lists = {
         name: value
         for name, value in given.items()
-        if name != "stop" and isinstance(value, Sequence) and not isinstance(value, str)
+        if name not in OF_ONE and isinstance(value, Sequence) and not isinstance(value, str)
     }
     if not lists:
         return magicjax.SamplingParams(**given), settings

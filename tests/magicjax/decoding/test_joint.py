@@ -6,6 +6,7 @@ ones. The negative controls break one rule inside the loop; `test_exact_sampling
 outside the loop.
 """
 
+import dataclasses
 import functools
 import types
 from typing import Any
@@ -21,14 +22,27 @@ import magicjax
 import models
 from magicjax.decoding import program_cache
 from magicjax.drafters import cascade
-from magicjax.verification import verify
+from magicjax.trees import token_tree
+from magicjax.trees.token_tree import ROOT_ONLY
+from magicjax.verification import logits_processor, verify
 from tests.magicjax import keywords, oracle, tiny
+from tests.magicjax.grammars import spelled
+from tests.magicjax.processing import processed
 from tests.quick import quick
 
 VOCAB, LENGTH, EOS = 5, 4, 0
 PROMPT = [1, 4, 2, 3, 3, 1, 2, 4, 1]
 ROWS, FEW_CALLS, MANY_CALLS = 20_000, 2, 10
-WARPED = dict(temperature=0.8, top_k=4, top_p=0.9)
+WARPED = dict(temperature=0.8, top_k=4, top_p=0.9, min_p=0.05)
+PROCESSED = dict(
+    temperature=0.9,
+    repetition_penalty=1.3,
+    frequency_penalty=0.7,
+    presence_penalty=-0.4,
+    logit_bias=((2, 0.5), (0, -0.5)),
+    bad_words=("ab", "c"),
+    min_tokens=2,
+)
 PLAIN = dict(temperature=1.0)
 
 
@@ -68,15 +82,21 @@ def joint(options: tuple[tuple[str, float], ...], layers: int = 1) -> dict[tuple
         longer = {}
         for text, mass in open_.items():
             logits = oracle.logits(model(0, layers), [*PROMPT, *text])[-1]
-            for token, p in enumerate(warped(logits, **dict(options))):
+            given = dict(options)
+            rules = {name: given.pop(name) for name in [*given] if name not in WARPED}
+            words = rules.pop("bad_words", ())
+            sequences = [["-abcd".index(letter) for letter in word] for word in words]
+            logits = processed(logits, PROMPT, text, [EOS], sequences=sequences, **rules)
+            for token, p in enumerate(warped(logits, **given)):
                 (finished if token == EOS else longer)[(*text, token)] = mass * p
         open_ = longer
     return finished | open_
 
 
-def warped(logits, temperature=1.0, top_k=0, top_p=1.0) -> np.ndarray:
-    """Returns the probabilities after temperature, top_k and top_p, by their definitions."""
+def warped(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
+    """Returns the probabilities after temperature, min_p, top_k and top_p, by definition."""
     p = np.exp((logits - logits.max()) / temperature)
+    p[p < min_p * p.max()] = 0
     best = np.argsort(-p)
     p[best[top_k or len(p) :]] = 0
     p /= p.sum()
@@ -222,7 +242,11 @@ ALL |= {
 def check(what: str, calls: int, settings: dict[str, float]) -> None:
     drafter, tree, options = ALL[what]
     layers = 2 if what == LAYERS else 1
-    counts = sampled(drafter, tree, calls, model(0, layers), **settings, **options)
+    target = model(0, layers)
+    if "bad_words" in settings:
+        tokenizer = spelled.tokenizer((spelled.END, "a", "b", "c", "d"))
+        target = dataclasses.replace(target, tokenizer=tokenizer)
+    counts = sampled(drafter, tree, calls, target, **settings, **options)
     p = p_value(counts, joint(tuple(settings.items()), layers))
     print(f"{what}, {settings}: p = {p:.3f}")
     assert p > 0.001
@@ -231,6 +255,28 @@ def check(what: str, calls: int, settings: dict[str, float]) -> None:
 @pytest.mark.parametrize("what", ["small, 2,2", CASCADE])
 def test_sampled_texts_have_the_targets_joint_distribution(what):
     check(what, FEW_CALLS, PLAIN)
+
+
+PENALIZED = ("small, 2,2", "ensemble, dynamic", "prompt-lookup, naive", CASCADE, "plain")
+
+
+@pytest.mark.parametrize("what", quick(PENALIZED, "small, 2,2"))
+def test_sampled_texts_with_penalties_have_the_joint_distribution(what):
+    check(what, FEW_CALLS, PROCESSED)
+
+
+def test_penalties_of_the_root_only_are_detected(monkeypatch):
+    def only_itself(parents):
+        nodes = parents.shape[-1]
+        return jnp.broadcast_to(jnp.eye(nodes, dtype=bool), (*parents.shape, nodes))
+
+    names = dict(ancestor_mask=only_itself, depths=token_tree.depths, ROOT_ONLY=ROOT_ONLY)
+    monkeypatch.setattr(logits_processor, "token_tree", types.SimpleNamespace(**names))
+    monkeypatch.setattr(program_cache, "_compiled", {})
+    settings = dict(temperature=1.0, frequency_penalty=2.0)
+    p = p_value(sampled(*ALL["small, 2,2"][:2], FEW_CALLS, **settings), joint((*settings.items(),)))
+    print(f"penalties of the root only: p = {p:.1e}")
+    assert p < 1e-6
 
 
 @pytest.mark.slow

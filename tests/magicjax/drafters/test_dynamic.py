@@ -62,7 +62,7 @@ def test_each_row_proposes_the_most_probable_paths(tree, temperature):
             ones = jnp.ones(8)
             keys = sampling.row_keys(0, jnp.arange(8))
             warped = sampling.Sampling(
-                ones * temperature, ones.astype(int) * 0, ones, keys, False, False
+                ones * temperature, ones.astype(int) * 0, ones, ones * 0, keys, False, False
             )
         found = proposing(tree)(
             request.drafter, request.target, state.drafter, state.pending, state.cache, warped
@@ -84,7 +84,7 @@ def test_tokens_removed_by_top_k_are_padding_and_never_proposed():
     ones = jnp.ones(8)
     keys = sampling.row_keys(0, jnp.arange(8))
     # top_k = 1
-    one_token = sampling.Sampling(ones, ones.astype(jnp.int32), ones, keys, True, False)
+    one_token = sampling.Sampling(ones, ones.astype(jnp.int32), ones, ones * 0, keys, True, False)
     found = proposing(TREE)(
         request.drafter, request.target, state.drafter, state.pending, state.cache, one_token
     )

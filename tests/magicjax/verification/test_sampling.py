@@ -33,15 +33,17 @@ PARAMETERS = [
     (1.0, 1, 1.0),
     (3.0, 99, 0.01),
 ]
+PARAMETERS = [(*each, min_p) for each in PARAMETERS for min_p in (0.0, 0.2)]
 
 
 def per_row(parameters, filtered=True) -> Sampling:
-    temperature, top_k, top_p = map(np.array, zip(*parameters, strict=True))
+    temperature, top_k, top_p, min_p = map(np.array, zip(*parameters, strict=True))
     keys = sampling.row_keys(0, jnp.arange(len(parameters)))
     return Sampling(
         jnp.asarray(temperature, jnp.float32),
         jnp.asarray(top_k, jnp.int32),
         jnp.asarray(top_p, jnp.float32),
+        jnp.asarray(min_p, jnp.float32),
         keys,
         top_k_used=filtered,
         top_p_used=filtered,
@@ -60,15 +62,15 @@ def test_each_row_is_warped_by_its_parameters():
 
 
 def test_tokens_that_tie_with_the_last_one_kept_are_kept():
-    p = warp(per_row([(1.0, 2, 1.0)]), jnp.array([[3.0, 1.0, 1.0, 0.0]]))
+    p = warp(per_row([(1.0, 2, 1.0, 0.0)]), jnp.array([[3.0, 1.0, 1.0, 0.0]]))
     assert (np.asarray(p[0]) > 0).tolist() == [True, True, True, False]
 
 
 def test_filters_that_keep_all_change_nothing_and_unused_ones_cost_nothing():
     logits = jnp.linspace(0, -60, 50)[None]
     for filtered in (False, True):
-        assert (warp(per_row([(1.0, 0, 1.0)], filtered), logits) > 0).all()
-    text = jax.jit(warp).lower(per_row([(1.0, 0, 1.0)], False), logits).as_text()
+        assert (warp(per_row([(1.0, 0, 1.0, 0.0)], filtered), logits) > 0).all()
+    text = jax.jit(warp).lower(per_row([(1.0, 0, 1.0, 0.0)], False), logits).as_text()
     assert "while" not in text
 
 
@@ -120,7 +122,7 @@ def test_draws_have_their_distribution_with_any_default_generator():
         with jax.default_prng_impl(impl):
             keys = sampling.row_keys(1, jnp.arange(rows))
         ones = jnp.ones(rows)
-        plain = Sampling(ones, ones.astype(jnp.int32) * 0, ones, keys, False, False)
+        plain = Sampling(ones, ones.astype(jnp.int32) * 0, ones, ones * 0, keys, False, False)
         shared = jnp.broadcast_to(jnp.asarray(q, jnp.float32), (rows, 1, 4))
         for replacement in (True, False):
             tokens, live = sampling.draw(
