@@ -25,7 +25,6 @@ RENAMED = {
 PHRASES = {
     "do_sample": "temperature=0, the default of magicjax.SamplingParams, is greedy decoding, and a "
     "temperature above 0 samples",
-    "ignore_eos": "pass eos_token_id=[] to magicjax.generate or magicjax.EngineConfig",
     "n": "repeat the prompt with other seeds, or call engine.submit_samples(prompt, n, params)",
     "num_beams": "beam search is not supported: decode greedily, or sample",
     "assistant_model": "pass drafter=magicjax.SmallModel(magicjax.load(PATH)) to magicjax.generate "
@@ -35,12 +34,9 @@ PHRASES = {
     "tensor_parallel_size": "pass mesh=magicjax.make_mesh(model=...) to magicjax.load, and to "
     "magicjax.generate or magicjax.Engine",
     "enable_prefix_caching": "prefixes are stored unless magicjax.EngineConfig(prefix_bytes=0)",
-    "repetition_penalty": "penalties are not supported",
-    "min_p": "use top_k or top_p",
     "attention_mask": "pass what the tokenizer returned, with its mask, as prompts",
 }
 PHRASES |= dict.fromkeys(("best_of", "num_return_sequences"), PHRASES["n"])
-PHRASES |= dict.fromkeys(("presence_penalty", "frequency_penalty"), PHRASES["repetition_penalty"])
 
 # Arguments of the public calls that are themselves made by one.
 PARTS = {"params": "magicjax.SamplingParams", "config": "magicjax.EngineConfig"}

@@ -75,7 +75,13 @@ SAMPLING_KEYS = {
     "bad_words_ids": None,
     "suppress_tokens": None,
 }
-SAMPLING_TYPES = {"temperature": float, "top_k": int, "top_p": float}  # of those that are used
+SAMPLING_TYPES = {  # of those that are used
+    "temperature": float,
+    "top_k": int,
+    "top_p": float,
+    "min_p": float,
+    "repetition_penalty": float,
+}
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 

@@ -179,6 +179,7 @@ def _engine_config(
         verifier=arguments.verifier,
         adaptive=adaptive,
         rounds_per_step=1,  # text appears after every round
+        logits_processors=True,
         backend=arguments.backend,
     )
 

@@ -120,7 +120,14 @@ def drafters_help() -> str:
     return "\n".join([*lines, f"drafters of installed packages: {others}"])
 
 
-SAMPLING_OPTIONS = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}  # and their defaults
+# Options that generation_config.json may set, and their defaults.
+SAMPLING_OPTIONS = {
+    "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
 
 
 def add_sampling(parser: Any) -> None:
@@ -136,7 +143,44 @@ def add_sampling(parser: Any) -> None:
     group.add_argument(
         "--top-p", type=float, help="probability mass to sample from; default: 1, all"
     )
+    group.add_argument(
+        "--min-p",
+        type=float,
+        help="least probability of a token, relative to the highest one; default: 0, all",
+    )
+    group.add_argument("--repetition-penalty", type=float, help="default: 1, none")
+    group.add_argument("--frequency-penalty", type=float, default=0.0, help="default: 0")
+    group.add_argument("--presence-penalty", type=float, default=0.0, help="default: 0")
+    group.add_argument(
+        "--logit-bias",
+        metavar="TOKEN=BIAS",
+        action="append",
+        default=[],
+        type=_bias,
+        help="number to add to the logit of a token id; can be repeated",
+    )
+    group.add_argument(
+        "--bad-word",
+        metavar="TEXT",
+        dest="bad_words",
+        action="append",
+        default=[],
+        help="string that is not generated; can be repeated",
+    )
+    group.add_argument(
+        "--min-tokens", type=int, default=0, help="new tokens before EOS is allowed; default: 0"
+    )
+    group.add_argument("--ignore-eos", action="store_true", help="do not end the text at EOS")
     group.add_argument("--seed", type=int, default=0, help="default: 0")
+
+
+def _bias(text: str) -> tuple[int, float]:
+    """Returns (token, bias) of a text such as 17=-2.5."""
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be TOKEN=BIAS, such as 17=-2.5") from None
 
 
 def resolve_sampling(arguments: argparse.Namespace) -> None:
@@ -149,7 +193,7 @@ def resolve_sampling(arguments: argparse.Namespace) -> None:
     if unsupported := sorted(set(asked) - set(SAMPLING_OPTIONS)):
         raise ValueError(
             f"--do-sample: generation_config.json asks for {', '.join(unsupported)}, which is not "
-            "supported: pass --temperature, --top-k and --top-p instead"
+            "supported: pass --temperature and other options of sampling instead"
         )
     if arguments.do_sample and not asked:
         raise ValueError(
@@ -187,6 +231,14 @@ def sampling_params(
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         top_p=arguments.top_p,
+        min_p=arguments.min_p,
+        repetition_penalty=arguments.repetition_penalty,
+        frequency_penalty=arguments.frequency_penalty,
+        presence_penalty=arguments.presence_penalty,
+        logit_bias=arguments.logit_bias,
+        bad_words=arguments.bad_words,
+        min_tokens=arguments.min_tokens,
+        ignore_eos=arguments.ignore_eos,
         seed=arguments.seed,
         max_tokens=max_tokens,
         stop=stop,

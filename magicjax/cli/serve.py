@@ -100,12 +100,6 @@ def _add_engine(group: Any) -> None:
         f"some hundreds; 0: response_format is refused; default: {GRAMMAR_STATES:,}",
     )
     group.add_argument(
-        "--ignore-eos",
-        action="store_true",
-        help="end no text at EOS, so that texts have the length that requests ask for; for "
-        "benchmarks, without response_format",
-    )
-    group.add_argument(
         "--queue-limit",
         type=int,
         default=DEFAULTS.queue_limit,
@@ -234,7 +228,6 @@ def engine_config(arguments: argparse.Namespace, adaptive: bool) -> magicjax.Eng
         max_tokens=arguments.max_tokens,
         sampling=not arguments.greedy,
         verifier=arguments.verifier,
-        eos_token_id=() if arguments.ignore_eos else None,
         prefill_chunk=arguments.prefill_chunk,
         rounds_per_step=arguments.rounds_per_step,
         adaptive=adaptive,
@@ -242,6 +235,7 @@ def engine_config(arguments: argparse.Namespace, adaptive: bool) -> magicjax.Eng
         prefix_bytes=arguments.prefix_bytes,
         host_prefix_bytes=arguments.host_prefix_bytes,
         grammar_states=arguments.grammar_states,
+        logits_processors=True,
         logprobs=arguments.logprobs,
         backend=arguments.backend,
     )

@@ -24,9 +24,6 @@ WITHOUT_EFFECT = frozenset(
 )
 # Fields that are not supported, with the values that change nothing; null is one of them.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
     "store": (False,),
 }
 NEUTRAL_COMPLETION = NEUTRAL | {"best_of": (1,), "echo": (False,), "suffix": ("",)}
@@ -89,6 +86,9 @@ class ResponseFormat(_Object):
         return self
 
 
+_PENALTY = "a number from -2 to 2"
+
+
 class _Body(_Object):
     """The fields of both APIs."""
 
@@ -99,6 +99,22 @@ class _Body(_Object):
     top_k: int | None = Field(
         None, ge=-1, lt=2**31, description="a whole number; 0 or -1 for all tokens"
     )
+    min_p: float | None = Field(None, ge=0, le=1, description="a number from 0 to 1")
+    repetition_penalty: float | None = Field(None, gt=0, description="a number above 0")
+    frequency_penalty: float | None = Field(None, description=_PENALTY, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, description=_PENALTY, ge=-2, le=2)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
+        None, description="an object of token ids and numbers from -100 to 100"
+    )
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1), _Fast] | None = Field(
+        None, description="a list of at least one token id"
+    )
+    bad_words: Annotated[list[StopString], Field(max_length=MAX_STOPS), _Fast] | None = Field(
+        None,
+        description=f"a list of at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARACTERS} "
+        "characters",
+    )
+    min_tokens: int | None = Field(None, ge=0, lt=2**31, description="a whole number, 0 or more")
     seed: int | None = Field(
         None, ge=-(2**63), lt=2**63, description="a whole number in the range of int64"
     )

@@ -199,24 +199,28 @@ def _params(
 ) -> SamplingParams:
     """Returns the parameters of a request, which the engine accepts."""
     config = served.config
-    if body.ignore_eos and config.eos_token_id:
-        raise ApiError(
-            400,
-            "ignore_eos=true: the server ends texts at EOS; one with --ignore-eos does not",
-            param="ignore_eos",
-        )
     temperature = _temperature(body, config)
-    top_k, top_p, seed = 0, 1.0, 0  # those of the body do not change greedy decoding
+    top_k, top_p, min_p, seed = 0, 1.0, 0.0, 0  # those of the body do not change greedy decoding
     if temperature:
         seed = secrets.randbits(32) if body.seed is None else body.seed % 2**32
         top_k = max(0, body.top_k or 0)  # -1 is 0
         top_p = 1.0 if body.top_p is None else body.top_p
+        min_p = body.min_p or 0.0
     grammar = _grammar(body, served)
     try:
         params = SamplingParams(
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=body.repetition_penalty or 1.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            presence_penalty=body.presence_penalty or 0.0,
+            logit_bias=_bias(body.logit_bias or {}),
+            allowed_token_ids=body.allowed_token_ids,
+            bad_words=body.bad_words or (),
+            min_tokens=body.min_tokens or 0,
+            ignore_eos=bool(body.ignore_eos),
             seed=seed,
             max_tokens=limit,
             stop=body.stop or (),
@@ -229,16 +233,26 @@ def _params(
     return params
 
 
+def _bias(given: Mapping[str, float]) -> dict[int, float]:
+    """Returns the bias of tokens, whose ids JSON has as names."""
+    if wrong := next((name for name in given if not name.isdecimal()), None):
+        raise ApiError(
+            400,
+            f"logit_bias has the name {wrong[:60]!r}: it must be a token id",
+            param="logit_bias",
+        )
+    return {int(name): value for name, value in given.items()}
+
+
 def _grammar(body: CompletionBody | ChatBody, served: Served) -> Grammar | None:
     """Returns the grammar of a request, compiled in this thread: `submit` finds the result."""
     given, config = body.response_format, served.config
     if given is None or given.type == "text":
         return None
-    if not config.grammar_states or not config.eos_token_id:
-        option = "--ignore-eos" if config.grammar_states else "--grammar-states 0"
+    if not config.grammar_states:
         raise ApiError(
             400,
-            f"response_format.type={given.type}: the server was started with {option}",
+            f"response_format.type={given.type}: the server was started with --grammar-states 0",
             param="response_format",
         )
     try:

@@ -232,9 +232,11 @@ def test_sampling_is_what_the_files_ask_for(sampling_model, run):
     assert "asks for temperature 50, top_k 30 (--do-sample)" in errors
     assert "asks for top_k 30 (--do-sample)" in text(sampling_model(top_k=30))[1]
     penalized = text(sampling_model(temperature=0.5, repetition_penalty=1.2))[1]
-    assert "repetition_penalty 1.2 (repetition_penalty: not supported)" in penalized
+    assert "asks for temperature 0.5, repetition_penalty 1.2 (--do-sample)" in penalized
+    typical = text(sampling_model(temperature=0.5, typical_p=0.9))[1]
+    assert "typical_p 0.9 (typical_p: not supported)" in typical
     for settings, message in (
-        (dict(temperature=0.6, min_p=0.1, repetition_penalty=1.2), "min_p, repetition_penalty"),
+        (dict(temperature=0.6, typical_p=0.9, epsilon_cutoff=0.1), "epsilon_cutoff, typical_p"),
         ({}, "no generation_config.json that asks for sampling"),
         (dict(temperature=0.6, do_sample=False), "no generation_config.json that asks"),
         (dict(temperature="0.6"), "temperature '0.6' must be a number: correct generation_config"),

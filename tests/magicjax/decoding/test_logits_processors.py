@@ -181,6 +181,10 @@ WRONG = {
     "token": (dict(logit_bias={-1: 2.0}), "a token of logit_bias=-1: it must be at least 0"),
     "word": (dict(bad_words=("",)), "bad_words='': a string must have at least 1 character"),
     "longer": (dict(min_tokens=9, max_tokens=8), "min_tokens=9 exceeds max_tokens=8"),
+    "EOS and a grammar": (
+        dict(ignore_eos=True, grammar=magicjax.Grammar.regex("a+")),
+        "ignore_eos with a grammar may leave no token",
+    ),
     "grammar": (
         dict(min_tokens=9, grammar=magicjax.Grammar.json_object()),
         "min_tokens with a grammar may leave no token",

@@ -26,6 +26,7 @@ CONFIG = EngineConfig(
     logprobs=3,
     sampling=True,
     grammar_states=64,
+    logits_processors=True,
     eos_token_id=(0,),
 )
 
@@ -85,13 +86,16 @@ def test_fields_become_parameters(path):
         ("stream_options", {"include_usage": True}, "stream_options requires stream=true"),
         ("response_format", {"type": "xml"}, 'it must be {"type": "text"}'),
         ("response_format", {"type": "regex", "regex": "("}, "regular expression"),
-        (
-            "ignore_eos",
-            True,
-            "ignore_eos=true: the server ends texts at EOS; one with --ignore-eos",
-        ),
-        ("frequency_penalty", 0.1, "frequency_penalty=0.1 is not supported: omit"),
-        ("logit_bias", {"5": 100}, "logit_bias={'5': 100} is not supported"),
+        ("ignore_eos", 1, "ignore_eos=1: it must be true or false"),
+        ("min_p", 1.5, "min_p=1.5: it must be a number from 0 to 1"),
+        ("repetition_penalty", 0, "repetition_penalty=0: it must be a number above 0"),
+        ("frequency_penalty", 2.1, "frequency_penalty=2.1: it must be a number from -2 to 2"),
+        ("logit_bias", {"5": 101}, "logit_bias={'5': 101}: it must be an object of token ids"),
+        ("logit_bias", {"five": 1}, "logit_bias has the name 'five': it must be a token id"),
+        ("allowed_token_ids", [], "allowed_token_ids=[]: it must be a list of at least one"),
+        ("bad_words", [""], "bad_words=['']: it must be a list of at most 16 strings"),
+        ("min_tokens", -1, "min_tokens=-1: it must be a whole number, 0 or more"),
+        ("min_tokens", 33, "min_tokens=33 exceeds max_tokens="),
         ("temprature", 1, "unknown field 'temprature'; did you mean 'temperature'?"),
         ("model", "gpt-9", "the model 'gpt-9' is not served here: use 'tiny'"),
     ],
@@ -164,13 +168,15 @@ def test_values_that_change_nothing_are_accepted(path):
     assert parse(path, **everything, response_format={"type": "text"}, n=None, stop=None)
 
 
-def test_eos_is_ignored_by_the_server_or_not_at_all():
-    endless = dataclasses.replace(CONFIG, eos_token_id=())
+def test_fields_are_parameters_of_the_text():
+    given = dict(min_p=0.1, repetition_penalty=1.2, frequency_penalty=-0.5, presence_penalty=2)
+    given |= dict(allowed_token_ids=[3, 1], bad_words=["a"], min_tokens=4, ignore_eos=True)
     for path in PARSERS:
-        assert parse(path, ignore_eos=False)
-        assert parse(path, endless, ignore_eos=True)
-        error = refused(path, endless, response_format={"type": "json_object"})
-        assert "started with --ignore-eos" in error.message
+        params = parse(path, max_tokens=8, **given, logit_bias={"7": -100, "3": 1.5}).params
+        expected = SamplingParams(
+            temperature=1.0, max_tokens=8, seed=params.seed, **given, logit_bias={3: 1.5, 7: -100}
+        )
+        assert params == expected
 
 
 def test_an_answer_can_be_sent_back_as_the_client_dumps_it():
