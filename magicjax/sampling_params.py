@@ -51,6 +51,8 @@ class SamplingParams:
         text ends with EOS where the grammar allows its end.
       logprobs: return the log-probabilities of the new tokens, and of this many of the most likely
         tokens at their positions, 0 to 20; None for none.
+      prompt_logprobs: the same for the tokens of the prompt, except for the first one; it takes a
+        second pass over the prompt.
 
     Raises:
       ValueError, TypeError: a value of another type or outside these ranges; top_k, top_p, min_p or
@@ -74,6 +76,7 @@ class SamplingParams:
     stop: str | Sequence[str] = ()
     grammar: Grammar | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self):
         check_real("temperature", self.temperature, "0 for greedy decoding")
@@ -97,8 +100,9 @@ class SamplingParams:
         check_whole("seed", self.seed, 0, MAX_SEED, "the default is 0")
         if self.max_tokens is not None:
             check_whole("max_tokens", self.max_tokens, 1, hint="None for as many as fit")
-        if self.logprobs is not None:
-            check_whole("logprobs", self.logprobs, 0, MAX_ALTERNATIVES)
+        for field in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(self, field)) is not None:
+                check_whole(field, count, 0, MAX_ALTERNATIVES)
         if not isinstance(self.grammar, Grammar | None):
             raise TypeError(
                 f"grammar has type {type(self.grammar).__name__}: pass a magicjax.Grammar, such as "

@@ -125,6 +125,49 @@ def prefill(
     return cache, _prefilled(settings, target, last, *chosen_by, stats)
 
 
+def prompt_logprobs(
+    settings: PrefillSettings,
+    target: Model,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    cache: KVCache | None = None,
+) -> LogProbs:
+    """Returns the log-probabilities [B, T] of the prompts' tokens, by a pass of its own.
+
+    Entry t is of token t + 1, given those up to t; from `lengths` - 1 on it is undefined.
+
+    Args:
+      settings: with `logprobs`.
+      target: the model.
+      tokens, lengths: as for `prefill_cache`.
+      cache: without tokens, so that one program serves all lengths; None: of `settings.capacity`.
+    """
+    assert settings.logprobs is not None
+    last, chunk, count = target.config.num_layers, settings.chunk, settings.logprobs
+    spec = StatsSpec(layer_inputs=(last,))
+    _, _, stats = prefill_cache(target, tokens, lengths, settings, spec, cache)
+    outputs, shape = stats.layer_inputs[last], tokens.shape
+    following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
+
+    def part(x, i):
+        return jax.lax.dynamic_slice_in_dim(x, i * chunk, chunk, 1)
+
+    def run_chunk(i, found):
+        logits = target.unembed(part(outputs, i))
+        new = log_probs(logits, part(following, i), count, target.split.axes)
+        return jax.tree.map(
+            lambda all, x: jax.lax.dynamic_update_slice_in_dim(all, x, i * chunk, 1), found, new
+        )
+
+    empty = LogProbs(
+        jnp.zeros(shape, jnp.float32),
+        jnp.zeros((*shape, count), jnp.float32),
+        jnp.zeros((*shape, count), jnp.int32),
+    )
+    chunks = shape[1] // chunk if cache is None else -(-lengths.max() // chunk)
+    return jax.lax.fori_loop(0, chunks, run_chunk, empty)
+
+
 def init_state(
     settings: Settings,
     target: Model,

@@ -20,6 +20,7 @@ logger = logging.getLogger("magicjax")
 AnySettings = Settings | PrefillSettings
 _PROGRAMS: dict[str, tuple[Callable, dict]] = {
     "prefill": (loop.prefill, {"donate_argnums": (8, 9)}),
+    "prompt_logprobs": (loop.prompt_logprobs, {}),
     "init": (loop.init_state, {"donate_argnums": (2, 8)}),
     "decode": (loop.decode, {"donate_argnums": 2}),
     "step": (loop.step, {"donate_argnums": 2}),
@@ -41,10 +42,10 @@ def program(name: str, settings: AnySettings, *arguments: Any) -> jax.stages.Com
     """Returns the compiled program.
 
     Args:
-      name: "prefill", "init", "decode", "decode_until_row_ends", "step", "insert" or "extract"
-        (`magicjax.decoding.loop` and `slots`). prefill and init donate their cache, prefill also
-        inputs of layers, init the drafter's previous state, and decode, step and insert the state
-        of all rows: none may be used afterwards.
+      name: "prefill", "prompt_logprobs", "init", "decode", "decode_until_row_ends", "step",
+        "insert" or "extract" (`magicjax.decoding.loop` and `slots`). prefill and init donate their
+        cache, prefill also inputs of layers, init the drafter's previous state, and decode, step
+        and insert the state of all rows: none may be used afterwards.
       settings: static.
       arguments: arrays or their shapes.
     """

@@ -44,6 +44,7 @@ class Output:
         that was ended by `send(True)`.
       logprobs: per row, of its new tokens, None for a row that did not request them; None if no
         row did.
+      prompt_logprobs: the same of each prompt's tokens, except for the first one.
       stats: acceptance, counts, times and bytes.
       choice: with `drafter="auto"`, the selected `magicjax.Choice`, which can be reused.
     """
@@ -54,6 +55,7 @@ class Output:
     lengths: Int[np.ndarray, "B"]
     finish_reasons: list[str]
     logprobs: list[LogProbs | None] | None
+    prompt_logprobs: list[LogProbs | None] | None
     stats: Stats
     choice: Any = None
 
@@ -86,6 +88,26 @@ def prefill(
     """
     arguments = (*request.prefill_arguments, cache, layer_inputs)
     return _run(request, "prefill", settings, arguments)
+
+
+def prompt_logprobs(request: Request, cache: KVCache | None = None) -> list[LogProbs]:
+    """Returns the log-probabilities of each prompt's tokens after the first, as numpy arrays.
+
+    Args:
+      request: of the prompts; with as many alternatives as any row's new tokens or prompt have.
+      cache: without tokens; None: one is made.
+    """
+    count = request.settings.logprobs or 0
+    count = max(count, *(each.prompt_logprobs or 0 for each in request.params))
+    settings = dataclasses.replace(request.prefill_settings, logprobs=count)
+    arguments = request.target, request.tokens, request.lengths, cache
+    found, _ = _run(request, "prompt_logprobs", settings, arguments)
+    found = global_arrays.fetch(found)
+    rows = zip(request.params, request.prompts, strict=True)
+    return [
+        found[i, : len(prompt) - 1].most_likely(params.prompt_logprobs or 0)
+        for i, (params, prompt) in enumerate(rows)
+    ]
 
 
 def init_state(
@@ -336,6 +358,10 @@ def output_of(
             None if params.logprobs is None else logprobs[row, :n].most_likely(params.logprobs)
             for row, (params, n) in enumerate(zip(request.params, lengths, strict=True))
         ]
+    asked = [params.prompt_logprobs is not None for params in request.params]
+    of_prompts: Any = prompt_logprobs(request) if any(asked) else None
+    if of_prompts is not None:
+        of_prompts = [x if is_asked else None for x, is_asked in zip(of_prompts, asked)]
     output = output[:, : request.settings.max_tokens]
     inside = np.arange(output.shape[1]) < lengths[:, None]
     stopped = [text.stopped for text in streams] or [False] * len(new)
@@ -364,5 +390,6 @@ def output_of(
             for row, end, stop, ends in zip(new, ended, stopped, eos, strict=True)
         ],
         logprobs=logprobs,
+        prompt_logprobs=of_prompts,
         stats=stats,
     )

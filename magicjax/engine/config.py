@@ -125,11 +125,14 @@ class EngineConfig:
                 "penalties, logit_bias, allowed_token_ids, bad_words and min_tokens in an engine "
                 "without them: create the engine with logits_processors=True"
             )
-        count, limit = params.logprobs, self.logprobs
-        if count is not None and (limit is None or count > limit):
+        limit = self.logprobs
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(params, name)
+            if count is None or (limit is not None and count <= limit):
+                continue
             returns = "no log-probabilities" if limit is None else f"at most {limit}"
             raise ValueError(
-                f"logprobs={count}: the engine returns {returns}; "
+                f"{name}={count}: the engine returns {returns}; "
                 f"{'omit it' if limit is None else 'request fewer'}, or create the engine with "
                 f"logprobs={count}"
             )

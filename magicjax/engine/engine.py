@@ -219,8 +219,9 @@ class Engine:
         if self.unfinished:
             raise RuntimeError("warm_up with unfinished requests: call it before submit, or later")
         longest = min(self._templates.capacity - 1, self.config.prefill_chunk + 1)
+        params = SamplingParams(max_tokens=1, prompt_logprobs=self.config.logprobs)
         for _ in range(2):  # the second one starts from the prefix of the first
-            self.submit(np.zeros(longest, np.int32), SamplingParams(max_tokens=1))
+            self.submit(np.zeros(longest, np.int32), params)
             self.run()
         self._decode()  # these requests end at their first token
         self.forget_prefixes()
@@ -336,7 +337,11 @@ class Engine:
 
     def _insert(self, handle: Handle, prefilled: Prefilled) -> None:
         """Copies a prefilled row into a free slot, and hands out its first token."""
-        row, finish_s = self._rows.pop(handle).finish(prefilled)
+        prefilling = self._rows.pop(handle)
+        if handle.request.params.prompt_logprobs is not None:
+            cache, _ = empty_row(self._templates)
+            (handle.prompt_logprobs,) = runner.prompt_logprobs(prefilling.request, cache)
+        row, finish_s = prefilling.finish(prefilled)
         slot = self._scheduler.insert(handle)
         self._state, insert_s = runner.insert(self._templates.slots, self._state, row, slot)
         self._counters.prefill_s += finish_s + insert_s

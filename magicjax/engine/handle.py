@@ -83,6 +83,8 @@ class Result:
         completed it.
       text: the new text without special tokens, before the stop string; None without a tokenizer.
       logprobs: of the tokens; None if they were not requested.
+      prompt_logprobs: of the prompt's tokens except for the first one; None if they were not
+        requested, or if the request ended before.
       finish_reason: one of `FINISH_REASONS`.
       stats: times and counts.
     """
@@ -90,6 +92,7 @@ class Result:
     tokens: Int[np.ndarray, "T"]
     text: str | None
     logprobs: LogProbs | None
+    prompt_logprobs: LogProbs | None
     finish_reason: str
     stats: RequestStats
 
@@ -125,6 +128,7 @@ class Handle:
         self.started_s: float | None = None
         self.first_s: float | None = None
         self.first_tokens = self.reused_tokens = self.prefilled_tokens = 0
+        self.prompt_logprobs: LogProbs | None = None
         self.histogram: tuple[int, ...] = ()
         self.drafted = self.emitted = 0
 
@@ -193,7 +197,8 @@ class Handle:
                 self._waiting.append(NewTokens(np.zeros(0, np.int32), rest, self._logprobs[0]))
             text = self._text.text
         logprobs = jax.tree.map(lambda *pieces: np.concatenate(pieces), *self._logprobs)
-        self._result = Result(self.tokens, text, logprobs, reason, self._stats(reason, now))
+        logs = logprobs, self.prompt_logprobs
+        self._result = Result(self.tokens, text, *logs, reason, self._stats(reason, now))
         return self._result
 
     def _stats(self, reason: str, now: float) -> RequestStats:

@@ -26,7 +26,7 @@ WITHOUT_EFFECT = frozenset(
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "store": (False,),
 }
-NEUTRAL_COMPLETION = NEUTRAL | {"best_of": (1,), "echo": (False,), "suffix": ("",)}
+NEUTRAL_COMPLETION = NEUTRAL | {"best_of": (1,), "suffix": ("",)}
 NEUTRAL_CHAT = NEUTRAL | {
     "audio": (),
     "function_call": ("none",),
@@ -154,6 +154,8 @@ class CompletionBody(_Body):
         le=MAX_ALTERNATIVES,
         description=f"a whole number from 0 to {MAX_ALTERNATIVES}",
     )
+
+    echo: bool | None = Field(None, description="true or false")
 
 
 class TextPart(_Object):

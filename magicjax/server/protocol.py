@@ -62,6 +62,7 @@ class Generation:
       stream: whether text is sent as it arrives.
       include_usage: whether a stream ends with the counts of tokens.
       continuous_usage: whether every event of the stream has the counts so far.
+      echo: of each prompt, the text before the answer; None: none.
       fields: the body's fields for parameters of other names.
     """
 
@@ -72,6 +73,7 @@ class Generation:
     stream: bool
     include_usage: bool
     continuous_usage: bool
+    echo: list[str] | None
     fields: Mapping[str, str]
 
 
@@ -92,8 +94,15 @@ def parse_completion(data: bytes, served: Served) -> Generation:
     if limit is None:  # the client's choice can be refused, the default cannot
         room = served.capacity - max(map(len, prompts))
         limit = max(1, min(COMPLETION_TOKENS, served.config.max_tokens, room))
-    params = _params(body, served, {}, limit, body.logprobs)
-    return _generation(body, prompts, n, params, {})
+    params = _params(body, served, {}, limit, body.logprobs, body.logprobs if body.echo else None)
+    generation = _generation(body, prompts, n, params, {})
+    if not body.echo:
+        return generation
+    if body.stream:
+        raise ApiError(400, "echo=true with stream=true is not supported: omit one", param="echo")
+    decode = served.target.tokenizer.decode
+    texts = [each if isinstance(each, str) else decode(each) for each in prompt]
+    return dataclasses.replace(generation, echo=texts)
 
 
 def parse_chat(data: bytes, served: Served) -> Generation:
@@ -145,6 +154,7 @@ def _generation(
         stream=bool(body.stream),
         include_usage=bool(stream_options.include_usage),
         continuous_usage=bool(stream_options.continuous_usage_stats),
+        echo=None,
         fields=fields,
     )
 
@@ -196,6 +206,7 @@ def _params(
     fields: Mapping[str, str],
     limit: int | None,
     logprobs: int | None,
+    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """Returns the parameters of a request, which the engine accepts."""
     config = served.config
@@ -226,6 +237,7 @@ def _params(
             stop=body.stop or (),
             grammar=grammar,
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
         config.check_params(params)
     except (ValueError, TypeError) as error:

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Int
 
@@ -72,6 +73,22 @@ class Texts:
         if not stream:
             return shared | {"message": {"role": "assistant", "content": text}}
         return shared | {"delta": {"content": text} if text else {}}
+
+    def echo(self, index: int, generation: Generation, result: Result) -> dict[str, Any]:
+        """Returns a choice with the text of the prompt, whose first token has no probability."""
+        assert generation.echo is not None
+        prompt, logprobs = generation.prompts[index // generation.n], result.prompt_logprobs
+        if logprobs is not None:
+            none = [np.zeros((1, *x.shape[1:]), x.dtype) for x in jax.tree.leaves(logprobs)]
+            logprobs = jax.tree.map(
+                lambda first, x: np.concatenate([first, x]), LogProbs(*none), logprobs
+            )
+        text = generation.echo[index // generation.n]
+        choice = self.choice(index, text, prompt, logprobs, None, stream=False)
+        if logprobs is not None:
+            for name in ("token_logprobs", "top_logprobs"):
+                choice["logprobs"][name][0] = None
+        return choice
 
     def _chat_logprobs(self, _: int, tokens: list[int], logprobs: LogProbs) -> dict[str, Any]:
         def described(token: int, log: float) -> dict[str, Any]:
@@ -147,12 +164,22 @@ def answer(
 ) -> dict[str, Any]:
     """Returns the answer to a request without a stream."""
     made = Texts(generation.chat, texts)
-    choices = [
-        made.choice(index, r.text or "", r.tokens, r.logprobs, r.finish_reason, stream=False)
-        for index, r in enumerate(results)
-    ]
+    choices = []
+    for index, r in enumerate(results):
+        text, logprobs = r.text or "", r.logprobs
+        before = None if generation.echo is None else made.echo(index, generation, r)
+        choice = made.choice(index, text, r.tokens, logprobs, r.finish_reason, stream=False)
+        choices.append(choice if before is None else _joined(before, choice))
     counts = usage(results, generation.n)
     return envelope(generation, served) | {"choices": choices, "usage": counts}
+
+
+def _joined(first: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
+    """Returns a choice of completions whose text begins with another one's."""
+    logprobs = then["logprobs"]
+    if logprobs is not None:
+        logprobs = {name: first["logprobs"][name] + values for name, values in logprobs.items()}
+    return then | dict(text=first["text"] + then["text"], logprobs=logprobs)
 
 
 def model_list(served: Served, created: int) -> dict[str, Any]:

@@ -113,3 +113,18 @@ def divided(case: str, mesh: list[int]) -> bool:
 )
 def test_a_divided_vocabulary_gives_the_same(eight, case, mesh):
     assert eight(divided, case=case, mesh=list(mesh))
+
+
+def check_prompt(target, prompt, logprobs: magicjax.LogProbs, count: int) -> None:
+    """Asserts that the log-probabilities of a prompt are those of its tokens after the first."""
+    check(target, prompt[:1], prompt[1:], logprobs, count)
+
+
+@pytest.mark.parametrize("drafter", quick((None, "near"), "near"))
+def test_log_probabilities_of_prompts_are_those_of_a_plain_pass(drafter):
+    prompts, tree = tiny.prompts(3), drafter and "chain4"
+    counts = [2, None, 0]
+    output = tiny.generate(3, 0, drafter, tree, max_tokens=4, prompt_logprobs=counts)
+    assert output.prompt_logprobs[1] is None and output.logprobs is None
+    for row in (0, 2):
+        check_prompt(tiny.model(), prompts[row], output.prompt_logprobs[row], counts[row])

@@ -7,7 +7,7 @@ import magicjax
 from magicjax import SamplingParams
 from magicjax.decoding import program_cache
 from tests.magicjax import tiny
-from tests.magicjax.decoding.test_logprobs import check
+from tests.magicjax.decoding.test_logprobs import check, check_prompt
 from tests.magicjax.engine import engines
 from tests.magicjax.engine.test_requests import PROMPT
 from tests.magicjax.engine.test_speculation import forced
@@ -27,7 +27,7 @@ def test_log_probabilities_are_those_of_a_plain_pass(name, sampled):
     for number, prompt in enumerate(asked):
         sampling = dict(temperature=0.7, seed=number) if sampled else {}
         count = (4, 0, None, 2)[number % 4]
-        params = SamplingParams(max_tokens=12, logprobs=count, **sampling)
+        params = SamplingParams(max_tokens=12, logprobs=count, prompt_logprobs=count, **sampling)
         handles.append((prompt, count, engine.submit(prompt, params)))
     engine.run()
     assert program_cache.totals() == compiled
@@ -35,8 +35,9 @@ def test_log_probabilities_are_those_of_a_plain_pass(name, sampled):
     for prompt, count, handle in handles:
         result, pieces = handle.result(), handle.arrived()
         if count is None:
-            assert result.logprobs is None and pieces[0].logprobs is None
+            assert result.logprobs is result.prompt_logprobs is pieces[0].logprobs is None
             continue
+        check_prompt(tiny.model(), prompt, result.prompt_logprobs, count)
         check(tiny.model(), prompt, result.tokens, result.logprobs, count)
         arrived = np.concatenate([piece.logprobs.chosen for piece in pieces])
         np.testing.assert_array_equal(arrived, result.logprobs.chosen)

@@ -175,6 +175,28 @@ def test_log_probabilities_are_those_of_generate(target, client):
     assert [o for c in chunks if c.logprobs for o in c.logprobs.text_offset] == found.text_offset
 
 
+def test_a_prompt_is_echoed_with_its_log_probabilities(target, client):
+    tokens = target.tokenizer(PROMPTS[0])["input_ids"]
+    alone = completion(client, PROMPTS[0], logprobs=2).choices[0]
+    for prompt, text in ((PROMPTS[0], PROMPTS[0]), (tokens, target.tokenizer.decode(tokens))):
+        (choice,) = completion(client, prompt, logprobs=2, echo=True).choices
+        assert choice.text == text + alone.text
+        found, length = choice.logprobs, len(tokens)
+        assert found.token_logprobs[0] is found.top_logprobs[0] is None
+        assert found.tokens[length:] == alone.logprobs.tokens
+        np.testing.assert_allclose(
+            found.token_logprobs[length:], alone.logprobs.token_logprobs, atol=1e-4
+        )
+        check = dict(max_tokens=1, prompt_logprobs=2)
+        expected = generate(target, prompt, **check).prompt_logprobs[0]
+        np.testing.assert_allclose(found.token_logprobs[1:length], expected.chosen, atol=1e-4)
+        assert found.text_offset[0] == 0 and len(found.text_offset) == len(found.tokens)
+    (choice,) = completion(client, tokens[:1], logprobs=0, echo=True, max_tokens=1).choices
+    assert choice.logprobs.token_logprobs[0] is None and len(choice.logprobs.tokens) == 2
+    with pytest.raises(openai.BadRequestError, match="echo=true with stream=true"):
+        completion(client, PROMPTS[0], echo=True, stream=True)
+
+
 def test_log_probabilities_of_a_chat(target, client):
     prompt = [int(token) for token in chat_tokens(target.tokenizer, MESSAGES)]
     expected = completion(client, prompt, logprobs=2).choices[0].logprobs
