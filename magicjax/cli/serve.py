@@ -100,6 +100,12 @@ def _add_engine(group: Any) -> None:
         f"some hundreds; 0: response_format is refused; default: {GRAMMAR_STATES:,}",
     )
     group.add_argument(
+        "--max-stall-ms",
+        type=float,
+        help="longest pause between two texts of an answer that prefill of other prompts and the "
+        "rounds of a call may cause, in milliseconds; default: no bound",
+    )
+    group.add_argument(
         "--queue-limit",
         type=int,
         default=DEFAULTS.queue_limit,
@@ -231,6 +237,7 @@ def engine_config(arguments: argparse.Namespace, adaptive: bool) -> magicjax.Eng
         prefill_chunk=arguments.prefill_chunk,
         rounds_per_step=arguments.rounds_per_step,
         adaptive=adaptive,
+        max_stall_ms=arguments.max_stall_ms,
         queue_limit=arguments.queue_limit,
         prefix_bytes=arguments.prefix_bytes,
         host_prefix_bytes=arguments.host_prefix_bytes,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import jax
 
-from magicjax.checks import check_whole
+from magicjax.checks import check_real, check_whole
 from magicjax.drafters import Drafter
 from magicjax.model import Model
 from magicjax.sampling_params import SamplingParams
@@ -41,6 +41,9 @@ class EngineConfig:
         of all prompt tokens, such as h2o, prefills each prompt at once.
       rounds_per_step: the most rounds of a call of the loop, which also ends when a request does.
         New requests, text and cancellations wait for the end of a call.
+      max_stall_ms: the longest pause between two texts of a request that prefill of others and the
+        rounds of a call may cause, as measured; at least one round and 64 prompt tokens run. Copies
+        of rows and the drafter's own prefill are not bounded. None: no bound.
       adaptive: whether each call of the loop runs what has the most expected tokens per second:
         plain decoding, or a drafter with a depth up to that of its tree. Rounds of each are
         compiled and timed by `Engine.warm_up`, or before the first request. Sampled requests are
@@ -71,6 +74,7 @@ class EngineConfig:
     prefill_chunk: int = 512
     rounds_per_step: int = 8
     adaptive: bool = False
+    max_stall_ms: float | None = None
     queue_limit: int = 1024
     prefix_bytes: int | None = None
     host_prefix_bytes: int = 0
@@ -87,6 +91,12 @@ class EngineConfig:
             check_whole(name, getattr(self, name), 1)
         if self.prefix_bytes is not None:
             check_whole("prefix_bytes", self.prefix_bytes, 0)
+        if self.max_stall_ms is not None:
+            check_real("max_stall_ms", self.max_stall_ms, "None for no bound")
+            if not self.max_stall_ms > 0:
+                raise ValueError(
+                    f"max_stall_ms={self.max_stall_ms}: it must be above 0; None for no bound"
+                )
         for name in ("host_prefix_bytes", "grammar_states"):
             check_whole(name, getattr(self, name), 0)
         if self.logprobs is not None:

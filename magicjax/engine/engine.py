@@ -24,6 +24,7 @@ from magicjax.engine.handle import Handle
 from magicjax.engine.prefill import PrefillRow
 from magicjax.engine.prefix_store import Prefix, make_store
 from magicjax.engine.scheduler import Scheduler
+from magicjax.engine.stall import StallBudget
 from magicjax.engine.stats import Counters, EngineStats
 from magicjax.engine.templates import (
     empty_layer_inputs,
@@ -104,6 +105,7 @@ class Engine:
             groups=slots.settings.groups,
             queue_limit=config.queue_limit,
             prefill_rows=config.prefill_rows,
+            fill_first=config.max_stall_ms is None,
             min_shared=self._prefixes.min_shared if self._prefixes.max_entries else None,
         )
         self._arena = Arena(config.grammar_states * CLASSES)
@@ -113,6 +115,9 @@ class Engine:
         self._controller = Controller.create(self._loops, config.slots)
         self._counters = Counters(self._loops)
         self._state = empty_state(self._templates)
+        self._max_rounds = config.rounds_per_step  # of the state
+        stall_ms = config.max_stall_ms
+        self._stall = StallBudget(None if stall_ms is None else stall_ms / 1e3)
         self._ended = np.ones(config.slots, bool)  # in the state, or by the host
         self._ended_by_host = False  # since the state was last changed
         self._rows: dict[Handle, PrefillRow] = {}  # of the requests in prefill
@@ -276,9 +281,11 @@ class Engine:
         running, slots = self._scheduler.running, self._templates.slots
         live = {slot: _lengths(one) for slot, one in running.items()}
         self._controller = controller = self._controller.chosen(live)
-        state = self._state
-        if controller.is_probe:
-            state = runner.with_rounds(state, min(PROBE_ROUNDS, self.config.rounds_per_step))
+        state, waits = self._state, bool(self._scheduler.prefilling or self._scheduler.waiting)
+        rounds = self._stall.rounds(self.config.rounds_per_step, waits)
+        rounds = min(rounds, PROBE_ROUNDS) if controller.is_probe else rounds
+        if rounds != self._max_rounds:
+            state, self._max_rounds = runner.with_rounds(state, rounds), rounds
         s, seconds = runner.run_until_row_ends(slots, self._loops[controller.arm], state)
         simulated = {}
         if len(self._loops) > 1 and slots.drafter is not None:
@@ -286,9 +293,10 @@ class Engine:
         emitted, output, ended, histogram, nodes, rounds, simulated = global_arrays.fetch(
             (s.emitted, s.output, s.ended, s.histogram, s.nodes, s.rounds, simulated)
         )
-        if controller.is_probe:
-            s = runner.with_rounds(s, self.config.rounds_per_step)
         self._state = s
+        self._stall.count_rounds(int(rounds), seconds)
+        chunk = self._templates.prefill_rule.chunk
+        self._scheduler.limit_prefill(self._stall.prompt_tokens(int(rounds), chunk))
         asked = any(handle.request.params.logprobs is not None for handle in running.values())
         logprobs = global_arrays.fetch(s.logprobs) if asked else None
         self._counters.rounds_by_arm[controller.arm] += int(rounds)
@@ -310,6 +318,8 @@ class Engine:
             handle, piece = work
             prefilled, seconds = self._rows[handle].advance(piece)
             self._counters.prefill_s += seconds
+            if piece.chunk == self._templates.prefill_rule.chunk:
+                self._stall.count_tokens(piece.tokens, seconds)
             handle.prefilled_tokens += piece.end - piece.first
             if piece.end == len(handle.request.prompt):
                 self._insert(handle, prefilled)

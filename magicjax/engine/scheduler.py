@@ -79,23 +79,31 @@ class PrefillRule:
     whole: bool = False
     overlap: int = 0
 
-    def pieces(self, length: int, cached: int) -> list[Piece]:
-        """Returns the pieces of a prompt whose first `cached` < `length` tokens are in the cache.
+    def first(self, cached: int) -> int:
+        """Returns where prefill begins, if the first `cached` tokens are in the cache."""
+        return 0 if self.whole else max(0, cached - self.overlap)
+
+    def piece(self, length: int, first: int, limit: int | None = None) -> Piece:
+        """Returns the piece that begins at `first` < `length`.
 
         With at most 512 tokens between calls of the loop, a prompt of 1,200 tokens has the pieces
         0 to 512, 512 to 1,024, and 1,024 to 1,200.
+
+        Args:
+          length: of the prompt.
+          first: the tokens before are prefilled.
+          limit: the most tokens, a multiple of the smallest chunk; None: the largest piece.
         """
         if self.whole:
-            return [Piece(0, length, self.chunk)]
-        pieces, first = [], max(0, cached - self.overlap)
+            return Piece(0, length, self.chunk)
         # The last piece has the window, and computes no token again that an earlier piece did: the
         # rings of layers with sliding windows no longer have what these tokens see.
         last = max(0, length - self.window)
-        while length - first > self.largest and first < last:
-            end = min(first + self.largest, last)
-            pieces.append(Piece(first, end, self.largest))
-            first = end
-        return [*pieces, Piece(min(first, last), length, self.chunk)]
+        most = self.largest if limit is None else min(limit, self.largest)
+        if length - first > most and first < last:
+            chunk = self.largest if most == self.largest else self.chunk
+            return Piece(first, min(first + most, last), chunk)
+        return Piece(min(first, last), length, self.chunk)
 
 
 class Scheduler[Handle: HasRequest]:
@@ -103,7 +111,7 @@ class Scheduler[Handle: HasRequest]:
 
     Attributes:
       waiting: requests in the queue.
-      prefilling: requests and the pieces of their prompts that have not run; the first one is next.
+      prefilling: requests and where the next pieces of their prompts begin; the first one is next.
       running: requests by slot.
     """
 
@@ -115,6 +123,7 @@ class Scheduler[Handle: HasRequest]:
         groups: int = 1,
         queue_limit: int = 1024,
         prefill_rows: int = 2,
+        fill_first: bool = True,
         min_shared: int | None = None,
     ):
         """Starts without requests.
@@ -125,16 +134,19 @@ class Scheduler[Handle: HasRequest]:
           groups: of devices, which divide the slots.
           queue_limit: the most requests that wait.
           prefill_rows: the most requests that are prefilled at once.
+          fill_first: whether the free slots are filled before the loop runs, if nothing runs yet.
           min_shared: prompts that share as many first tokens with a stored prefix start from it;
             None: no prefixes are stored.
         """
         self.waiting: list[Handle] = []
-        self.prefilling: collections.deque[tuple[Handle, list[Piece]]] = collections.deque()
+        self.prefilling: collections.deque[tuple[Handle, int]] = collections.deque()
         self.running: dict[int, Handle] = {}
         self._slots, self._groups, self._queue_limit = slots, groups, queue_limit
         self._rule, self._prefill_rows, self._min_shared = rule, prefill_rows, min_shared
+        self._fill_first = fill_first
         self._filling = 0  # requests that may still start before the loop runs
         self._prefilled = 0  # tokens in this step
+        self._limit: int | None = None  # of a piece in this step
 
     @property
     def unfinished(self) -> list[Handle]:
@@ -161,12 +173,16 @@ class Scheduler[Handle: HasRequest]:
     def begin_step(self) -> bool:
         """Begins a step; returns whether the loop runs before prefill.
 
-        If nothing runs yet, the free slots are filled before the loop runs, in one or more steps.
+        With `fill_first` it runs when the free slots are filled, in one or more steps.
         """
-        self._prefilled = 0
+        self._prefilled, self._limit = 0, None
         if not self.running:
             self._filling = self._slots
-        return not self._filling
+        return not self._filling or (bool(self.running) and not self._fill_first)
+
+    def limit_prefill(self, tokens: int | None) -> None:
+        """Sets the most prompt tokens of this step; None: the largest piece."""
+        self._limit = tokens
 
     def next_to_start(self, stored: Callable[[Tokens], int]) -> Handle | None:
         """Returns the request that starts next; None if none can start now.
@@ -191,8 +207,7 @@ class Scheduler[Handle: HasRequest]:
     def start(self, handle: Handle, cached: int) -> None:
         """Moves a request from the queue to prefill; its first `cached` tokens need none."""
         self.waiting.remove(handle)
-        pieces = self._rule.pieces(len(handle.request.prompt), cached)
-        self.prefilling.append((handle, pieces))
+        self.prefilling.append((handle, self._rule.first(cached)))
 
     def next_piece(self) -> tuple[Handle, Piece] | None:
         """Returns what to prefill next; None if this step has prefilled enough, or nothing is left.
@@ -202,11 +217,13 @@ class Scheduler[Handle: HasRequest]:
         if not self.prefilling:  # no slot is free, or no request waits
             self._filling = 0
             return None
-        handle, pieces = self.prefilling[0]
-        if self._prefilled and self._prefilled + pieces[0].tokens > self._rule.largest:
+        handle, first = self.prefilling[0]
+        piece = self._rule.piece(len(handle.request.prompt), first, self._limit)
+        most = self._rule.largest if self._limit is None else self._limit
+        if self._prefilled and self._prefilled + piece.tokens > most:
             return None
-        piece = pieces.pop(0)
         self._prefilled += piece.tokens
+        self.prefilling[0] = handle, piece.end
         self.prefilling.rotate(-1)
         return handle, piece
 

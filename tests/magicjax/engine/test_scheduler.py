@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from magicjax.engine.scheduler import AGING_S, Piece, PrefillRule, QueueFullError, Scheduler
+from magicjax.engine.stall import StallBudget
 
 RULE = PrefillRule(chunk=64, largest=100)
 
@@ -111,17 +112,28 @@ def test_the_queue_is_bounded():
     scheduler.check_room(1)
 
 
+def pieces(rule: PrefillRule, length: int, cached: int, limit: int | None = None) -> list[Piece]:
+    found, first = [], rule.first(cached)
+    while first < length:
+        found.append(rule.piece(length, first, limit))
+        first = found[-1].end
+    return found
+
+
 def test_prompts_are_divided_and_end_with_the_window_of_the_policy():
     rule = PrefillRule(chunk=64, largest=100, window=5)
-    assert rule.pieces(40, 0) == [Piece(0, 40, 64)]
-    assert rule.pieces(100, 0) == [Piece(0, 100, 64)]
+    assert pieces(rule, 40, 0) == [Piece(0, 40, 64)]
+    assert pieces(rule, 100, 0) == [Piece(0, 100, 64)]
     # No token is computed twice, which the rings of sliding windows would not allow.
-    assert rule.pieces(202, 0) == [*(Piece(0, 100, 100), Piece(100, 197, 100), Piece(197, 202, 64))]
-    assert rule.pieces(202, 120) == [Piece(120, 202, 64)]
-    assert rule.pieces(202, 201) == [Piece(197, 202, 64)]
-    assert PrefillRule(64, 100, whole=True).pieces(202, 0) == [Piece(0, 202, 64)]
+    expected = [Piece(0, 100, 100), Piece(100, 197, 100), Piece(197, 202, 64)]
+    assert pieces(rule, 202, 0) == expected
+    assert pieces(rule, 202, 120) == [Piece(120, 202, 64)]
+    assert pieces(rule, 202, 201) == [Piece(197, 202, 64)]
+    assert pieces(rule, 202, 120, 64) == [Piece(120, 184, 64), Piece(184, 202, 64)]
+    assert pieces(rule, 202, 0, 640) == expected
+    assert pieces(PrefillRule(64, 100, whole=True), 202, 0, 64) == [Piece(0, 202, 64)]
     again = PrefillRule(64, 100, overlap=1)  # once, so that later pieces are whole steps
-    assert again.pieces(302, 150) == [Piece(149, 249, 100), Piece(249, 302, 64)]
+    assert pieces(again, 302, 150) == [Piece(149, 249, 100), Piece(249, 302, 64)]
     assert Piece(197, 202, 64).tokens == 64 and Piece(0, 100, 64).tokens == 128
 
 
@@ -207,3 +219,36 @@ def test_no_schedule_loses_a_request_or_uses_a_slot_twice():
             assert len(scheduler.running) + len(scheduler.prefilling) <= slots
             assert len(scheduler.prefilling) <= 2
             assert not scheduler.waiting or scheduler.prefilling or scheduler.running
+
+
+def test_a_limit_bounds_the_prefill_of_a_step_and_slots_are_not_filled_first():
+    asked = [ask(), ask(350), ask(350)]
+    scheduler = Scheduler[Asked](3, rule=RULE, prefill_rows=3, fill_first=False)
+    scheduler.add(asked[0])
+    assert step(scheduler) == (False, [(asked[0], Piece(0, 5, 64))])
+    for one in asked[1:]:
+        scheduler.add(one)
+    firsts = []
+    for _ in range(4):
+        assert scheduler.begin_step()
+        scheduler.limit_prefill(64)
+        start(scheduler)
+        while (work := scheduler.next_piece()) is not None:
+            firsts.append((asked.index(work[0]), work[1].first, work[1].tokens))
+    assert firsts == [(1, 0, 64), (2, 0, 64), (1, 64, 64), (2, 64, 64)]
+
+
+def test_a_budget_is_divided_into_rounds_and_prompt_tokens():
+    budget = StallBudget(0.1)
+    assert budget.rounds(8, prompts_wait=True) == 1 and budget.prompt_tokens(1, 64) == 64
+    budget.count_rounds(4, 0.04)
+    budget.count_tokens(64, 0.0128)
+    assert [budget.rounds(most, wait) for most, wait in ((8, False), (99, False), (8, True))] == [
+        *(8, 10, 5)
+    ]
+    assert budget.prompt_tokens(5, 64) == 192  # 50 ms at 0.2 ms a token
+    assert budget.prompt_tokens(12, 64) == 64
+    budget.count_rounds(1, 0.11)
+    assert budget.round_s == pytest.approx(0.04)
+    free = StallBudget(None)
+    assert free.rounds(8, prompts_wait=True) == 8 and free.prompt_tokens(8, 64) is None

@@ -149,3 +149,18 @@ def test_an_insertion_that_forgets_a_part_is_detected(what, monkeypatch):
         while engine.unfinished:
             engine.step()
             engines.check_rows(engine)
+
+
+def test_a_bound_on_pauses_changes_no_text():
+    engine = engines.engine("streaming", max_stall_ms=1e-3)  # a round and a chunk at a time
+    handles = [engine.submit(prompt) for prompt in engines.prompts()]
+    while engine.unfinished:
+        before = sum(engine.stats.rounds_by_arm.values())
+        prefilled = [handle.prefilled_tokens for handle in handles]
+        running = engine.stats.running
+        engine.step()
+        assert sum(engine.stats.rounds_by_arm.values()) - before <= 1
+        new = sum(handle.prefilled_tokens for handle in handles) - sum(prefilled)
+        assert new <= 16 or not running
+    for index, handle in enumerate(handles):
+        np.testing.assert_array_equal(handle.result().tokens, engines.expected(index))
