@@ -14,9 +14,11 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int
 
+from magicjax.checks import check_whole
 from magicjax.decoding import program_cache, runner
 from magicjax.decoding.controller import PROBE_ROUNDS, Controller, Probes
 from magicjax.decoding.loop import Prefilled
+from magicjax.decoding.validation import check_params
 from magicjax.drafters import Drafter
 from magicjax.engine import speculation, submission
 from magicjax.engine.config import EngineConfig
@@ -173,17 +175,18 @@ class Engine:
         Args:
           prompt, priority, deadline_s: as for `submit`.
           n: the number of requests.
-          params: of the first request; the others have the following seeds.
+          params: of the first request; under sampling, the others have the following seeds.
 
         Raises:
-          ValueError, TypeError: as `submit`; n below 1; several greedy requests, whose texts would
-            be equal; a queue without room for all of them.
+          ValueError, TypeError: as `submit`; n below 1; a queue without room for all of them.
         """
-        submission.check_samples(n, params)
+        check_params(params)
+        check_whole("n", n, 1)
         self._scheduler.check_room(n)
         handles: list[Handle] = []
         for i in range(n):
-            sample = dataclasses.replace(params, seed=(params.seed + i) % 2**32)
+            seed = 0 if params.greedy else (params.seed + i) % 2**32
+            sample = dataclasses.replace(params, seed=seed)
             handles.append(self.submit(prompt, sample, priority=priority, deadline_s=deadline_s))
             prompt = handles[0].request.prompt  # tokenized once
         return handles

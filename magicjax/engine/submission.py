@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from magicjax.checks import check_real, check_whole
+from magicjax.checks import check_real
 from magicjax.decoding.prompts import token_ids
 from magicjax.decoding.validation import bad_sequences, check_params, check_stop, check_token_ids
 from magicjax.engine.request import EngineRequest
@@ -72,17 +72,6 @@ def _check_bad_words(target: Model, params: SamplingParams) -> None:
             f"bad_words have {len(sequences)} tokenizations of at most "
             f"{max(map(len, sequences))} tokens, and an engine excludes {MAX_SEQUENCES} of at most "
             f"{MAX_SEQUENCE}: use fewer or shorter words"
-        )
-
-
-def check_samples(n: int, params: SamplingParams) -> None:
-    """Raises TypeError or ValueError unless `n` requests of one prompt can differ."""
-    check_params(params)
-    check_whole("n", n, 1)
-    if n > 1 and params.greedy:
-        raise ValueError(
-            f"n={n} greedy requests of one prompt have equal texts: use n=1, or a temperature "
-            "above 0"
         )
 
 

@@ -179,10 +179,6 @@ def _check_model(name: str | None, served: Served) -> None:
 def _checked_count(body: CompletionBody | ChatBody, prompts: int, config: EngineConfig) -> int:
     """Returns the number of samples of each prompt."""
     n = body.n or 1
-    if n > 1 and not _temperature(body, config):
-        raise ApiError(
-            400, f"n={n} greedy texts of one prompt are equal: use n=1, or sample", param="n"
-        )
     if prompts * n > config.queue_limit:
         raise ApiError(
             400,

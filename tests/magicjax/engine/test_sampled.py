@@ -75,7 +75,6 @@ def test_sampled_requests_are_errors_in_a_greedy_engine():
 
 SAMPLED = SamplingParams(temperature=1, max_tokens=NEW)
 INVALID_SAMPLES = {
-    "greedy requests": (3, SamplingParams(), "n=3 greedy requests .* or a temperature above 0"),
     "none": (0, SAMPLED, "n=0: it must be at least 1"),
     "the queue": (4, SAMPLED, "the queue has 0 requests, and with 4 more .* queue_limit=3"),
 }
@@ -90,10 +89,10 @@ def test_invalid_samples_are_errors_and_none_is_queued(what):
     assert not engine.unfinished
 
 
-def test_one_sample_may_be_greedy_and_types_are_checked():
+def test_samples_may_be_greedy_and_types_are_checked():
     engine = engines.engine()
-    (handle,) = engine.submit_samples(engines.prompts()[0], 1)
-    np.testing.assert_array_equal(handle.result().tokens, engines.expected(0))
+    for handle in engine.submit_samples(engines.prompts()[0], 2):
+        np.testing.assert_array_equal(handle.result().tokens, engines.expected(0))
     with pytest.raises(TypeError, match="n=2.0: it must be a whole number"):
         engine.submit_samples([1, 2], 2.0)
     with pytest.raises(TypeError, match="params has type dict: pass magicjax.SamplingParams"):

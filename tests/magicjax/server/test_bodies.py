@@ -151,8 +151,7 @@ def test_the_engine_limits_what_may_be_asked():
     greedy = dataclasses.replace(CONFIG, logprobs=None, sampling=False)
     for path in PARSERS:
         assert "decodes greedily" in refused(path, greedy, temperature=0.5).message
-        assert "greedy texts of one prompt are equal" in refused(path, greedy, n=2).message
-        assert "n=2 greedy" in refused(path, temperature=0, n=2).message
+        assert parse(path, greedy, n=2).n == 2
         assert parse(path, greedy, temperature=0, top_p=0.5, seed=1).params.greedy
     message = refused("completions", greedy, logprobs=0).message
     assert message.startswith("logprobs=0: the engine returns no log-probabilities; omit it")
