@@ -78,6 +78,7 @@ class DecodeState:
         largest number of any group.
       max_rounds: int32 [], the most rounds of a call of `decode`.
       logprobs: [B, max_tokens + A], of the tokens in `output`; None if they are not computed.
+      wants_logprobs: bool [B]; without such a row, a round computes none.
       processor: of the rows' logits, after the pending tokens; None without.
       grammar: of the rows, after the pending tokens; None without grammars.
     """
@@ -97,6 +98,7 @@ class DecodeState:
     rounds: Int[Array, ""]
     max_rounds: Int[Array, ""]
     logprobs: LogProbs | None
+    wants_logprobs: Bool[Array, "B"]
     processor: LogitsProcessor | None
     grammar: GrammarRows | None
 
@@ -178,6 +180,7 @@ def init_state(
     limits: Int[Array, "B"],
     eos: Int[Array, "B E"],
     sampling: Sampling | None,
+    wants_logprobs: Bool[Array, "B"],
     previous: Previous | None = None,
 ) -> DecodeState:
     """Returns the state after prefill; each row's first token is emitted and pending.
@@ -211,6 +214,7 @@ def init_state(
         rounds=jnp.zeros((), jnp.int32),
         max_rounds=jnp.full((), ALL_ROUNDS, jnp.int32),
         logprobs=jax.tree.map(buffer, prefilled.logprobs),
+        wants_logprobs=wants_logprobs,
         processor=prefilled.processor,
         grammar=prefilled.grammar,
     )
@@ -308,8 +312,7 @@ def step(
         committed, ended = _truncate(tokens, result, state)
         logprobs = None
         if settings.logprobs is not None:
-            chosen_from = result.along_path(logits)
-            logprobs = log_probs(chosen_from, tokens, settings.logprobs, target.split.axes)
+            logprobs = _logprobs_if_wanted(settings, target, state, result, logits, tokens)
     with jax.named_scope("commit"):
         committed = committed + full_cache.zero_after(result.bonus)
         cache = full_cache.append(state.cache, kv, result.path, committed)
@@ -328,6 +331,26 @@ def step(
             )
             state = dataclasses.replace(state, grammar=grammar)
         return state
+
+
+def _logprobs_if_wanted(
+    settings: Settings,
+    target: Model,
+    state: DecodeState,
+    result: verify.VerifyResult,
+    logits: Float[Array, "B N V"],
+    tokens: Int[Array, "B A"],
+) -> LogProbs:
+    """Returns the log-probabilities of the tokens of a round; zeros if no row wants them."""
+
+    def compute():
+        assert settings.logprobs is not None
+        chosen_from = result.along_path(logits)
+        return log_probs(chosen_from, tokens, settings.logprobs, target.split.axes)
+
+    shapes = jax.eval_shape(compute)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return jax.lax.cond((state.wants_logprobs & ~state.ended).any(), compute, lambda: zeros)
 
 
 def decode(

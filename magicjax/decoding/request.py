@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from magicjax.decoding.loop import DecodeState, Prefilled
 from magicjax.drafters import Drafter
@@ -58,6 +58,7 @@ class Request:
       limits: int32 [B], the maximum number of new tokens.
       eos: int32 [B, E], tokens that end each row; -1 for none.
       sampling: parameters and key of each row; None if all rows are greedy.
+      wants_logprobs: bool [B].
       pad_token_id: pads rows that ended.
       processor: of the rows' logits; None if no row has one.
       grammar: of the rows, before their first new tokens; None without grammars.
@@ -74,6 +75,7 @@ class Request:
     limits: Int[Any, "B"]
     eos: Int[Any, "B E"]
     sampling: Sampling | None
+    wants_logprobs: Bool[Any, "B"]
     pad_token_id: int
     processor: LogitsProcessor | None = None
     grammar: GrammarRows | None = None
@@ -101,7 +103,7 @@ class Request:
 
     def init_arguments(self, cache: KVCache, prefilled: Prefilled) -> tuple:
         """Returns the arguments of the program `init`, which runs on the results of `prefill`."""
-        per_row = self.tokens, self.limits, self.eos, self.sampling
+        per_row = self.tokens, self.limits, self.eos, self.sampling, self.wants_logprobs
         return self.target, self.drafter, cache, prefilled, *per_row
 
     def loop_arguments(self, state: DecodeState) -> tuple:

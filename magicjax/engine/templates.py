@@ -127,6 +127,7 @@ def validated(
         lengths=row.lengths[:1],
         limits=row.limits[:1],
         eos=row.eos[:1],
+        wants_logprobs=np.zeros(1, bool),
         sampling=row_sampling(config, SamplingParams()),
         processor=row_processor(target, config, SamplingParams(), longest[:0]),
         **_any_grammar(row, config.grammar_states),
@@ -171,6 +172,7 @@ def make_templates(
         lengths=repeated(row.lengths),
         limits=repeated(row.limits),
         eos=repeated(row.eos),
+        wants_logprobs=repeated(row.wants_logprobs),
         sampling=jax.tree.map(repeated, row.sampling),
         processor=jax.tree.map(repeated, row.processor),
         grammar=jax.tree.map(repeated, row.grammar),
@@ -296,6 +298,7 @@ def row_of_request(
         "limits": _one_row(request.max_tokens),
         "eos": eos_of_rows(config.eos_token_id, [params]),
         "sampling": row_sampling(config, params),
+        "wants_logprobs": np.array([params.logprobs is not None]),
         "processor": row_processor(row.target, config, params, prompt),
         "grammar": grammar,
     }
