@@ -201,6 +201,10 @@ REFUSED = {
     "objects that overlap": ({"oneOf": [OBJECT, {"type": "object"}]}, "'oneOf' with schemas that"),
     "an unknown format": ({"type": "string", "format": "color"}, "the format 'color'"),
     "not a schema": ({"type": "array", "items": 3}, "has 3 where a schema must be"),
+    "a pattern without text": ({"items": {"pattern": None}}, "pattern=None: it must be a string"),
+    "items by name": ({"prefixItems": {}}, "prefixItems={}: it must be a list"),
+    "a list of properties": ({"properties": []}, "properties=.*: it must be an object"),
+    "names that are none": ({"required": [{}]}, "it must be a list of names"),
     "alternatives and a type": ({"anyOf": [OBJECT], "type": "object"}, "'anyOf' with 'type'"),
     "a reference and a type": (
         {"$defs": {"a": OBJECT}, "$ref": "#/$defs/a", "type": "null"},
