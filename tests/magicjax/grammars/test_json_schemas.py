@@ -354,3 +354,6 @@ def test_a_grammar_that_takes_too_long_is_refused(monkeypatch):
     schema = {"type": "string", "minLength": 30_000, "maxLength": 60_000}
     with pytest.raises(ValueError, match="fewer or smaller"):
         trial.check(json_schema.expression(schema))
+    monkeypatch.setattr(trial.subprocess, "run", None)  # the result is kept
+    with pytest.raises(ValueError, match="more than 1 s"):
+        trial.check("[ab]*a[ab]{30}")
