@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import magicjax
 import models
 from magicjax.cli.serve import TOOL_FORMATS
+from magicjax.grammars.arena import automaton_of
 from magicjax.grammars.grammar import Grammar, byte_automaton
 from magicjax.server import bodies, protocol, tool_calls
 from magicjax.server.bodies import Function
@@ -145,6 +146,21 @@ def test_a_stream_has_the_calls_of_the_answer(client):
     assert any(choice.message.tool_calls for choice in whole.choices)
 
 
+def test_the_client_collects_a_stream(client):
+    strict = [function(**tool["function"], strict=True) for tool in TOOLS]
+    options = dict(model=serving.NAME, messages=[USER], tools=strict, max_tokens=200, temperature=0)
+    with client.chat.completions.stream(
+        tool_choice="required", parallel_tool_calls=False, **options
+    ) as stream:
+        done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+        message = stream.get_final_completion().choices[0].message
+    (call,) = message.tool_calls
+    check_call(call)
+    assert [(event.name, event.arguments) for event in done] == [
+        (call.function.name, call.function.arguments)
+    ]
+
+
 def test_texts_are_those_of_generate_with_the_grammar(target, client):
     answer = chat(client, tool_choice=named("get_weather"))
     tools = tools_of(target.tokenizer, tool_choice=named("get_weather"))
@@ -153,11 +169,12 @@ def test_texts_are_those_of_generate_with_the_grammar(target, client):
     )["input_ids"]
     grammar = magicjax.Grammar.regex(tools.expression())
     params = magicjax.SamplingParams(max_tokens=200, grammar=grammar)
+    automaton = automaton_of(target, grammar, [0])
+    marker = target.tokenizer.convert_tokens_to_ids("<tool_call>")  # one token
+    assert automaton.next[0, automaton.classes[marker]] > 0
     text = magicjax.generate(target, [prompt], params).texts[0]
-    assert text.startswith("<tool_call>\n")  # the token has text
     found = answer.choices[0].message.tool_calls[0].function
-    arguments = json.dumps(json.loads(found.arguments))
-    assert json.loads(text.split("\n")[1])["arguments"] == json.loads(arguments)
+    assert f'"arguments": {found.arguments}}}\n</tool_call>' in text
 
 
 def test_auto_text_is_content_or_calls(client):
