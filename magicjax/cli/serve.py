@@ -18,6 +18,7 @@ API_KEY = "MAGICJAX_API_KEY"
 MAX_BODY_BYTES = 4 * 2**20
 GRAMMAR_STATES = 2048
 PACKAGES = {"starlette", "uvicorn", "prometheus_client", "pydantic", "pydantic_core"}
+TOOL_FORMATS = ("hermes", "llama3")
 DEFAULTS = magicjax.EngineConfig()
 
 
@@ -97,7 +98,8 @@ def _add_engine(group: Any) -> None:
         type=int,
         default=GRAMMAR_STATES,
         help="states of the grammars that requests use at a time, 1 KiB each; a JSON schema has "
-        f"some hundreds; 0: response_format is refused; default: {GRAMMAR_STATES:,}",
+        f"some hundreds; 0: response_format is refused, and calls of tools are not constrained; "
+        f"default: {GRAMMAR_STATES:,}",
     )
     group.add_argument(
         "--max-stall-ms",
@@ -144,6 +146,11 @@ def _add_server(group: Any) -> None:
         "cannot read; without one, no key is needed",
     )
     group.add_argument(
+        "--tool-format",
+        choices=TOOL_FORMATS,
+        help="of calls of tools; default: that of the chat template, if it is one of these",
+    )
+    group.add_argument(
         "--max-body-bytes",
         type=int,
         default=MAX_BODY_BYTES,
@@ -170,6 +177,7 @@ def run(arguments: argparse.Namespace) -> int:
         from magicjax.server.protocol import Served
         from magicjax.server.run import bind
         from magicjax.server.run import run as serve
+        from magicjax.server.tool_calls import FORMATS
         from magicjax.server.worker import Worker
     except ModuleNotFoundError as error:
         if error.name not in PACKAGES:
@@ -194,7 +202,7 @@ def run(arguments: argparse.Namespace) -> int:
         _note("compiling; this takes seconds to minutes")
         worker.warm_up()
         name = arguments.served_model_name or pathlib.Path(arguments.target).resolve().name
-        served = Served(name, target, engine.config)
+        served = Served(name, target, engine.config, FORMATS.get(arguments.tool_format))
         app = create_app(worker, served, api_key=api_key, max_body_bytes=arguments.max_body_bytes)
         _note(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}")
         return serve(app, worker, bound, arguments.drain_s)

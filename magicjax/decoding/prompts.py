@@ -192,6 +192,7 @@ def chat_tokens(
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
     template_kwargs: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
     """Returns the token ids of messages in the tokenizer's chat template, up to the answer.
 
@@ -199,6 +200,7 @@ def chat_tokens(
       tokenizer: with a chat template.
       messages: each with a role and a content.
       template_kwargs: variables of the template, such as `enable_thinking` of Qwen3's.
+      tools: that the answer may call, each `{"type": "function", "function": {...}}`; None: none.
 
     Raises:
       ValueError, TypeError: a message without a role and a content, a tokenizer without a chat
@@ -225,7 +227,11 @@ def chat_tokens(
             )
     try:
         rendered = tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, return_dict=True, **(template_kwargs or {})
+            list(messages),
+            tools=None if tools is None else list(tools),
+            add_generation_prompt=True,
+            return_dict=True,
+            **(template_kwargs or {}),
         )
     except (jinja2.TemplateError, TypeError) as error:  # a content that is not a string
         roles = ", ".join(str(message["role"]) for message in messages)

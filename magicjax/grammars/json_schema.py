@@ -39,6 +39,14 @@ NOT_SUPPORTED = {  # why
         "it depends on several properties at once",
     ),
 }
+VALUES: dict[str, tuple[type, str]] = {  # of keywords that are not checked elsewhere
+    "properties": (dict, "an object"),
+    "propertyNames": (dict, "an object"),
+    "required": (list, "a list of names"),
+    "prefixItems": (list, "a list"),
+    "pattern": (str, "a string"),
+    "format": (str, "a string"),
+}
 ALONE = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 LENGTHS, ITEMS = ("minLength", "maxLength"), ("minItems", "maxItems")
@@ -247,6 +255,11 @@ def _check(part: Any) -> None:
         _refuse("a part that is false", "no text satisfies it")
     if not isinstance(part, Mapping):
         raise ValueError(f"the JSON schema has {part!r} where a schema must be")
+    for keyword, (kind, described) in VALUES.items():
+        if not isinstance(part.get(keyword, kind()), kind):
+            _wrong(keyword, part[keyword], described)
+    if not all(isinstance(name, str) for name in part.get("required", ())):
+        _wrong("required", part["required"], "a list of names")
     for keyword, why in NOT_SUPPORTED.items():
         if part.get(keyword, False) is not False:
             _refuse(f"{keyword!r}", why)
@@ -335,7 +348,7 @@ def _bounds(part: Mapping[str, Any], keywords: tuple[str, str]) -> list[Bound]:
         if keyword in part:
             value = part[keyword]
             if isinstance(value, bool) or not isinstance(value, int | Decimal):
-                raise ValueError(f"the JSON schema has {keyword}={value!r}: it must be a number")
+                _wrong(keyword, value, "a number")
             bounds.append(Bound(Decimal(value), keyword.startswith("exclusive")))
     return bounds
 
@@ -345,7 +358,7 @@ def _counts(part: Mapping[str, Any], keywords: tuple[str, str]) -> tuple[int, fl
     counts = [part.get(keywords[0], 0), part.get(keywords[1], float("inf"))]
     for keyword, count in zip(keywords, counts, strict=True):
         if count != float("inf") and (not isinstance(count, int) or count < 0):
-            raise ValueError(f"the JSON schema has {keyword}={count!r}: it must be an integer >= 0")
+            _wrong(keyword, count, "an integer >= 0")
     return counts[0], counts[1]
 
 
@@ -412,6 +425,10 @@ def _optional(parts: list[str]) -> str:
 def _nothing(part: Any) -> NoReturn:
     text = json.dumps(part, default=float)
     _refuse(f"the part {text[:80]}{'…' * (len(text) > 80)}", "no text satisfies it")
+
+
+def _wrong(keyword: str, value: Any, described: str) -> NoReturn:
+    raise ValueError(f"the JSON schema has {keyword}={value!r}: it must be {described}")
 
 
 def _refuse(what: str, why: str) -> NoReturn:

@@ -33,6 +33,7 @@ PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 )
 GRAMMAR_THREADS = 2
+WITH_GRAMMARS = (b'"response_format"', b'"tools"')  # fields of a body
 NO_TOKENS = np.zeros(0, np.int32)
 
 Parse = Callable[[bytes, Served], Generation]
@@ -120,7 +121,7 @@ class _Routes:
 
     async def _respond(self, parse: Parse, data: bytes) -> Response:
         served = self._served
-        executor = self._compiling if b"response_format" in data else None
+        executor = self._compiling if any(field in data for field in WITH_GRAMMARS) else None
         loop = asyncio.get_running_loop()
         generation = await loop.run_in_executor(executor, parse, data, served)
         job = await self._worker.submit(generation)
@@ -237,7 +238,7 @@ async def _chunks(job: Job, served: Served, texts: responses.TokenText) -> Async
     envelope = responses.envelope(generation, served)
     if generation.include_usage:
         envelope["usage"] = None
-    made = responses.Texts(generation.chat, texts)
+    made = responses.Texts(generation.chat, texts, generation.tools)
     if generation.chat:
         for index in range(job.num_choices):
             delta = {"role": "assistant", "content": ""}
@@ -258,15 +259,16 @@ async def _chunks(job: Job, served: Served, texts: responses.TokenText) -> Async
             if isinstance(value, Result):
                 results[index] = value
                 reason = value.finish_reason
-                choice = made.choice(index, "", NO_TOKENS, None, reason, stream=True)
+                choices = made.choices(index, "", NO_TOKENS, None, reason, stream=True)
             elif value.text or value.logprobs is not None:
                 logprobs = value.logprobs if len(value.tokens) else None
-                choice = made.choice(
+                choices = made.choices(
                     index, value.text or "", value.tokens, logprobs, None, stream=True
                 )
             else:
                 continue
-            yield _event(envelope | {"choices": [choice]})
+            for choice in choices:
+                yield _event(envelope | {"choices": [choice]})
     except ApiError as error:
         yield _event(error.body())
         return

@@ -15,6 +15,7 @@ from magicjax.verification.logprobs import MAX_ALTERNATIVES
 MAX_N = 128
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256  # each piece of text is searched for all of them
 MAX_REGEX_CHARACTERS = 512  # longer ones can take minutes to compile
+WITH_PATHS = ("messages", "stream_options", "tools")  # errors say where in the field
 SHOWN = 60  # characters of a wrong value in an error
 
 # Fields that do not change the text.
@@ -33,11 +34,8 @@ NEUTRAL_CHAT = NEUTRAL | {
     "functions": ([],),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (True, False),
     "prediction": (),
     "reasoning_effort": (),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -47,9 +45,10 @@ NEUTRAL_MESSAGE: dict[str, tuple[Any, ...]] = {
     "function_call": (),
     "name": (),
     "refusal": (),
-    "tool_call_id": (),
-    "tool_calls": ([],),
 }
+
+REMEDIES = {"functions": "use tools", "function_call": "use tools and tool_choice"}
+MAX_TOOLS = 128
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
@@ -163,13 +162,47 @@ class TextPart(_Object):
     text: str
 
 
+class Function(_Object):
+    name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Object):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(_Object):
+    name: str
+
+
+class NamedTool(_Object):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class CalledFunction(_Object):
+    name: str
+    arguments: str
+
+
+class ToolCall(_Object):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class Message(_Object):
-    role: Literal["system", "user", "assistant"]
-    content: str | Annotated[list[TextPart], _Fast]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], _Fast] | None = None
+    tool_calls: Annotated[list[ToolCall], _Fast] | None = None
+    tool_call_id: str | None = None
 
     @property
     def text(self) -> str:
-        parts = self.content
+        parts = self.content or ""
         return parts if isinstance(parts, str) else "".join(part.text for part in parts)
 
 
@@ -178,9 +211,21 @@ class ChatBody(_Body):
 
     messages: Annotated[list[Message], _Fast] = Field(
         min_length=1,
-        description="a list of messages, each with a role (system, user or assistant) and a "
-        "content (a text, or a list of parts of type text)",
+        description="a list of messages, each with a role (system, developer, user, "
+        "assistant or tool) and a content (a text, or a list of parts of type text), of assistants "
+        "also tool_calls, and of tools a tool_call_id",
     )
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), _Fast] | None = Field(
+        None,
+        description=f"a list of at most {MAX_TOOLS} tools such as "
+        '{"type": "function", "function": {"name": "f", "parameters": {...}}}; names have 1 to 64 '
+        "letters, digits, _ and -",
+    )
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = Field(
+        None,
+        description='auto, none, required, or {"type": "function", "function": {"name": ...}}',
+    )
+    parallel_tool_calls: bool | None = Field(None, description="true or false")
     max_completion_tokens: int | None = Field(None, ge=1, description="a whole number, 1 or more")
     chat_template_kwargs: dict[str, Any] | None = Field(  # vLLM's
         None, description="an object of variables of the chat template"
@@ -234,7 +279,8 @@ def _without_neutral(
         elif value is not None and value not in neutral[name]:
             raise ApiError(
                 400,
-                f"{prefix}{name}={_shown(value)} is not supported: omit {name}",
+                f"{prefix}{name}={_shown(value)} is not supported: "
+                f"{REMEDIES.get(name, f'omit {name}')}",
                 param=prefix + name,
                 code="unsupported_parameter",
             )
@@ -257,7 +303,7 @@ def _as_api_error(error: pydantic.ValidationError, kind: Any, value: dict[str, A
     description = fields[name].description
     if first["type"] == "missing" and not inner:
         return ApiError(400, f"{name} is missing: it must be {description}", param=name)
-    where = f" (at {'.'.join(inner)})" if name in ("messages", "stream_options") and inner else ""
+    where = f" (at {'.'.join(inner)})" if name in WITH_PATHS and inner else ""
     message = f"{name}={_shown(value[name])}{where}: it must be {description}"
     return ApiError(400, message, param=name)
 

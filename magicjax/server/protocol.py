@@ -12,13 +12,14 @@ from pydantic_core import from_json
 from magicjax.decoding.prompts import chat_tokens, token_ids
 from magicjax.engine.config import EngineConfig
 from magicjax.grammars import json_schema, trial
-from magicjax.grammars.arena import automaton_of
+from magicjax.grammars.arena import CLASSES, automaton_of
 from magicjax.grammars.grammar import Grammar
 from magicjax.model import Model
 from magicjax.sampling_params import SamplingParams
-from magicjax.server import bodies
+from magicjax.server import bodies, tool_calls
 from magicjax.server.bodies import ChatBody, CompletionBody
 from magicjax.server.errors import ApiError, refused
+from magicjax.server.tool_calls import Format, Tools
 
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens in /v1/completions
 
@@ -31,11 +32,13 @@ class Served:
       name: of the model, for clients.
       target: the engine's.
       config: the engine's, of `Engine.config`.
+      tool_format: of calls of tools; None: that of the chat template.
     """
 
     name: str
     target: Model
     config: EngineConfig
+    tool_format: Format | None = None
 
     @property
     def capacity(self) -> int:
@@ -64,6 +67,7 @@ class Generation:
       continuous_usage: whether every event of the stream has the counts so far.
       echo: of each prompt, the text before the answer; None: none.
       fields: the body's fields for parameters of other names.
+      tools: that the texts may call; None: all text is content.
     """
 
     chat: bool
@@ -75,6 +79,7 @@ class Generation:
     continuous_usage: bool
     echo: list[str] | None
     fields: Mapping[str, str]
+    tools: Tools | None = None
 
 
 def parse_completion(data: bytes, served: Served) -> Generation:
@@ -126,14 +131,25 @@ def parse_chat(data: bytes, served: Served) -> Generation:
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     limit = getattr(body, field)
     fields = {"max_tokens": field, "logprobs": "top_logprobs"}
-    params = _params(body, served, fields, limit, logprobs)
-    messages = [{"role": message.role, "content": message.text} for message in body.messages]
+    tokenizer, kwargs = served.target.tokenizer, body.chat_template_kwargs
+    messages = tool_calls.template_messages(body.messages)
+    tools = tool_calls.tools_of(body, tokenizer, served.tool_format)
+    definitions = None if tools is None else tools.definitions
+    params = _params(body, served, fields, limit, logprobs, tools=tools)
 
     def prompts() -> list[Int[np.ndarray, "T"]]:
-        tokens = chat_tokens(served.target.tokenizer, messages, body.chat_template_kwargs)
+        tokens = chat_tokens(tokenizer, messages, kwargs, definitions)
+        if definitions and tokens == chat_tokens(tokenizer, messages, kwargs):
+            raise ApiError(
+                400,
+                "tools: the chat template ignores them: use a model whose template has tools, or "
+                "start the server with such a --tokenizer",
+                param="tools",
+            )
         return token_ids(served.target, [tokens])
 
-    return _generation(body, _tokens(prompts, "messages"), n, params, fields)
+    generation = _generation(body, _tokens(prompts, "messages"), n, params, fields)
+    return dataclasses.replace(generation, tools=tools)
 
 
 def _generation(
@@ -203,6 +219,7 @@ def _params(
     limit: int | None,
     logprobs: int | None,
     prompt_logprobs: int | None = None,
+    tools: Tools | None = None,
 ) -> SamplingParams:
     """Returns the parameters of a request, which the engine accepts."""
     config = served.config
@@ -213,7 +230,7 @@ def _params(
         top_k = max(0, body.top_k or 0)  # -1 is 0
         top_p = 1.0 if body.top_p is None else body.top_p
         min_p = body.min_p or 0.0
-    grammar = _grammar(body, served)
+    grammar = _grammar(body, served) if tools is None else _grammar_of_tools(tools, served)
     try:
         params = SamplingParams(
             temperature=temperature,
@@ -254,15 +271,10 @@ def _bias(given: Mapping[str, float]) -> dict[int, float]:
 
 def _grammar(body: CompletionBody | ChatBody, served: Served) -> Grammar | None:
     """Returns the grammar of a request, compiled in this thread: `submit` finds the result."""
-    given, config = body.response_format, served.config
+    given = body.response_format
     if given is None or given.type == "text":
         return None
-    if not config.grammar_states:
-        raise ApiError(
-            400,
-            f"response_format.type={given.type}: the server was started with --grammar-states 0",
-            param="response_format",
-        )
+    _check_grammars(served.config, f"response_format.type={given.type}", "response_format")
     try:
         if given.json_schema is not None:
             schema = given.json_schema.definition
@@ -277,6 +289,33 @@ def _grammar(body: CompletionBody | ChatBody, served: Served) -> Grammar | None:
     except (ValueError, TypeError, ImportError) as error:
         raise ApiError(400, str(error), param="response_format") from error
     return grammar
+
+
+def _grammar_of_tools(tools: Tools, served: Served) -> Grammar | None:
+    """Returns the grammar of texts that may call tools, compiled as by `_grammar`.
+
+    None: it is not supported, and no tool requires it.
+    """
+    config = served.config
+    try:
+        _check_grammars(config, "tools", "tools")
+        expression = tools.expression()
+        trial.check(expression)
+        grammar = Grammar.regex(expression)
+        automaton = automaton_of(served.target, grammar, served.eos)
+    except (ApiError, ValueError, ImportError) as error:
+        if not tools.must_match:
+            return None
+        message = error.message if isinstance(error, ApiError) else str(error)
+        raise ApiError(400, message, param="tools") from error
+    fits = automaton.next.size < config.grammar_states * CLASSES
+    return grammar if fits or tools.must_match else None
+
+
+def _check_grammars(config: EngineConfig, what: str, field: str) -> None:
+    """Raises ApiError if the server has no grammars."""
+    if not config.grammar_states:
+        raise ApiError(400, f"{what}: the server was started with --grammar-states 0", param=field)
 
 
 def _tokens(make: Callable[[], list[np.ndarray]], field: str) -> list[np.ndarray]:

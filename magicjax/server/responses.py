@@ -13,6 +13,7 @@ from jaxtyping import Int
 
 from magicjax.engine.handle import Result
 from magicjax.server.protocol import Generation, Served
+from magicjax.server.tool_calls import CallParser, Tools, message
 from magicjax.verification.logprobs import LogProbs
 
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}  # others are errors
@@ -46,14 +47,50 @@ class Texts:
     Attributes:
       chat: whether it is an answer of /v1/chat/completions.
       token_text: of the model.
+      tools: that the texts may call; None: all text is content.
       offsets: characters of each choice so far, as its tokens decode.
+      parsers: of the calls in each choice.
     """
 
     chat: bool
     token_text: TokenText
+    tools: Tools | None = None
     offsets: dict[int, int] = dataclasses.field(default_factory=dict)
+    parsers: dict[int, CallParser] = dataclasses.field(default_factory=dict)
 
-    def choice(
+    def choices(
+        self,
+        index: int,
+        text: str,
+        tokens: Int[np.ndarray, "T"],
+        logprobs: LogProbs | None,
+        reason: str | None,
+        stream: bool,
+    ) -> list[dict[str, Any]]:
+        """Returns the choice of an answer, or those of the next chunks of a stream.
+
+        A chunk has content or a piece of one call. `reason` is None while the choice continues.
+        """
+        if self.tools is None:
+            return [self._choice(index, text, tokens, logprobs, reason, stream)]
+        new = CallParser(self.tools.format, self.tools.parallel)
+        parser = self.parsers.setdefault(index, new)
+        deltas = parser.push(text)
+        if reason is not None:
+            deltas += parser.finish(complete=reason == "eos")
+        choice = self._choice(index, "", tokens, logprobs, reason, stream)
+        if choice["finish_reason"] == "stop" and parser.num_calls and not parser.open:
+            choice["finish_reason"] = "tool_calls"
+        if not stream:
+            return [choice | {"message": message(deltas)}]
+        if not deltas:
+            return [choice] if reason or logprobs is not None else []
+        found = [choice | dict(delta=x, logprobs=None, finish_reason=None) for x in deltas]
+        found[0]["logprobs"] = choice["logprobs"]
+        found[-1]["finish_reason"] = choice["finish_reason"]
+        return found
+
+    def _choice(
         self,
         index: int,
         text: str,
@@ -62,7 +99,6 @@ class Texts:
         reason: str | None,
         stream: bool,
     ) -> dict[str, Any]:
-        """Returns a choice; `reason` is None while it continues."""
         finish_reason = None if reason is None else FINISH_REASONS[reason]
         shared: dict[str, Any] = dict(index=index, logprobs=None, finish_reason=finish_reason)
         if logprobs is not None:
@@ -84,7 +120,7 @@ class Texts:
                 lambda first, x: np.concatenate([first, x]), LogProbs(*none), logprobs
             )
         text = generation.echo[index // generation.n]
-        choice = self.choice(index, text, prompt, logprobs, None, stream=False)
+        choice = self._choice(index, text, prompt, logprobs, None, stream=False)
         if logprobs is not None:
             for name in ("token_logprobs", "top_logprobs"):
                 choice["logprobs"][name][0] = None
@@ -163,13 +199,13 @@ def answer(
     generation: Generation, served: Served, texts: TokenText, results: Sequence[Result]
 ) -> dict[str, Any]:
     """Returns the answer to a request without a stream."""
-    made = Texts(generation.chat, texts)
+    made = Texts(generation.chat, texts, generation.tools)
     choices = []
     for index, r in enumerate(results):
-        text, logprobs = r.text or "", r.logprobs
         before = None if generation.echo is None else made.echo(index, generation, r)
-        choice = made.choice(index, text, r.tokens, logprobs, r.finish_reason, stream=False)
-        choices.append(choice if before is None else _joined(before, choice))
+        result = r.text or "", r.tokens, r.logprobs, r.finish_reason
+        for choice in made.choices(index, *result, stream=False):
+            choices.append(choice if before is None else _joined(before, choice))
     counts = usage(results, generation.n)
     return envelope(generation, served) | {"choices": choices, "usage": counts}
 

@@ -201,6 +201,10 @@ REFUSED = {
     "objects that overlap": ({"oneOf": [OBJECT, {"type": "object"}]}, "'oneOf' with schemas that"),
     "an unknown format": ({"type": "string", "format": "color"}, "the format 'color'"),
     "not a schema": ({"type": "array", "items": 3}, "has 3 where a schema must be"),
+    "a pattern without text": ({"items": {"pattern": None}}, "pattern=None: it must be a string"),
+    "items by name": ({"prefixItems": {}}, "prefixItems={}: it must be a list"),
+    "a list of properties": ({"properties": []}, "properties=.*: it must be an object"),
+    "names that are none": ({"required": [{}]}, "it must be a list of names"),
     "alternatives and a type": ({"anyOf": [OBJECT], "type": "object"}, "'anyOf' with 'type'"),
     "a reference and a type": (
         {"$defs": {"a": OBJECT}, "$ref": "#/$defs/a", "type": "null"},
@@ -350,3 +354,6 @@ def test_a_grammar_that_takes_too_long_is_refused(monkeypatch):
     schema = {"type": "string", "minLength": 30_000, "maxLength": 60_000}
     with pytest.raises(ValueError, match="fewer or smaller"):
         trial.check(json_schema.expression(schema))
+    monkeypatch.setattr(trial.subprocess, "run", None)  # the result is kept
+    with pytest.raises(ValueError, match="more than 1 s"):
+        trial.check("[ab]*a[ab]{30}")

@@ -35,13 +35,16 @@ def served(config: EngineConfig = CONFIG) -> Served:
     """Returns a model whose tokenizer has a token per character."""
 
     class Tokenizer:
-        chat_template = "yes"
+        chat_template = '<tool_call>{"arguments": }'
+
+        def __init__(self):
+            self.added_tokens_decoder = {}
 
         def __call__(self, text):
             return {"input_ids": [ord(character) % 50 for character in text]}
 
-        def apply_chat_template(self, messages, **_):
-            return self("".join(message["content"] for message in messages))
+        def apply_chat_template(self, messages, tools=None, **_):
+            return self("".join(message["content"] for message in messages) + "f" * bool(tools))
 
     config_of_target = SimpleNamespace(vocab_size=50)
     target = SimpleNamespace(
@@ -126,7 +129,8 @@ def test_wrong_completions_are_refused_by_name(field, value, text):
     ("fields", "text"),
     [
         (dict(messages=[]), "messages=[]: it must be a list of messages"),
-        (dict(messages=[{"role": "tool", "content": "x"}]), "(at 0.role): it must be"),
+        (dict(messages=[{"role": "bot", "content": "x"}]), "(at 0.role): it must be"),
+        (dict(messages=[{"role": "tool", "content": "x"}]), "messages[0].tool_call_id=None: it"),
         (
             dict(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]),
             "parts of type text",
@@ -135,7 +139,7 @@ def test_wrong_completions_are_refused_by_name(field, value, text):
             dict(messages=[{"role": "user", "content": "x", "name": "me"}]),
             "messages[0].name='me' is not supported: omit name",
         ),
-        (dict(tools=[{"type": "function"}]), "tools=[{'type': 'function'}] is not supported"),
+        (dict(tools=[{"type": "function"}]), "tools=[{'type': 'function'}] (at 0.function): it"),
         (dict(top_logprobs=2), "top_logprobs requires logprobs=true"),
         (dict(logprobs=True, top_logprobs=4), "top_logprobs=4: the engine returns at most 3"),
         (dict(max_completion_tokens=2), "max_tokens and max_completion_tokens exclude each other"),
@@ -203,6 +207,18 @@ VALUES = st.recursive(
 MESSAGES = st.lists(
     st.dictionaries(st.sampled_from(["role", "content", "name", "x"]), VALUES | st.just("user"))
 )
+TOOLS = st.lists(
+    st.builds(
+        lambda name, schema, strict: {
+            "type": "function",
+            "function": {"name": name, "parameters": {"type": "object"} | schema, "strict": strict},
+        },
+        st.sampled_from("fgh"),
+        st.dictionaries(st.sampled_from(["properties", "required", "pattern", "x"]), VALUES),
+        st.booleans(),
+    ),
+    max_size=2,
+)
 FIELDS = st.dictionaries(
     st.sampled_from(
         [*bodies.CompletionBody.model_fields, *bodies.ChatBody.model_fields]
@@ -215,7 +231,7 @@ FIELDS = st.dictionaries(
 BODIES = st.binary() | st.builds(
     lambda base, fields: json.dumps(base | fields).encode(),
     st.sampled_from([{}, CHAT, TEXT]),
-    FIELDS,
+    FIELDS | st.fixed_dictionaries({"tools": TOOLS, "tool_choice": st.just("required") | VALUES}),
 )
 
 
