@@ -1,6 +1,7 @@
 """Requests as OpenAI's clients send them, as prompts and parameters for the engine."""
 
 import dataclasses
+import functools
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -42,6 +43,11 @@ class Served:
         """The most tokens of a request, prompt and new ones."""
         assert self.config.capacity is not None
         return self.config.capacity
+
+    @functools.cached_property
+    def max_characters(self) -> int:
+        """The most characters of a prompt: longer ones exceed the capacity in any tokens."""
+        return self.capacity * max(map(len, self.target.tokenizer.get_vocab()))
 
     @property
     def eos(self) -> Sequence[int]:
@@ -87,6 +93,9 @@ def parse_completion(data: bytes, served: Served) -> Generation:
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         prompt = [prompt]
     n = _checked_count(body, len(prompt), served.config)
+    for one in prompt:
+        if isinstance(one, str):
+            _check_characters(len(one), "prompt", served)
     prompts = _tokens(lambda: token_ids(served.target, prompt), "prompt")
     limit = body.max_tokens
     if limit is None:  # the client's choice can be refused, the default cannot
@@ -119,6 +128,9 @@ def parse_chat(data: bytes, served: Served) -> Generation:
     fields = {"max_tokens": field, "logprobs": "top_logprobs"}
     params = _params(body, served, fields, limit, logprobs)
     messages = [{"role": message.role, "content": message.text} for message in body.messages]
+    variables = map(str, (body.chat_template_kwargs or {}).values())
+    texts = [*(message["content"] for message in messages), *variables]
+    _check_characters(sum(map(len, texts)), "messages", served)
 
     def prompts() -> list[Int[np.ndarray, "T"]]:
         tokens = chat_tokens(served.target.tokenizer, messages, body.chat_template_kwargs)
@@ -181,6 +193,18 @@ def _checked_count(body: CompletionBody | ChatBody, prompts: int, config: Engine
             param="prompt",
         )
     return n
+
+
+def _check_characters(count: int, field: str, served: Served) -> None:
+    """Raises ApiError for a text that would take long to tokenize and cannot fit."""
+    if count > served.max_characters:
+        raise ApiError(
+            400,
+            f"{field}: {count:,} characters exceed the {served.capacity:,} tokens of --capacity, "
+            f"which have at most {served.max_characters:,}: shorten the text",
+            param=field,
+            code="context_length_exceeded",
+        )
 
 
 def _temperature(body: CompletionBody | ChatBody, config: EngineConfig) -> float:

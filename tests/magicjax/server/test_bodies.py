@@ -37,7 +37,11 @@ def served(config: EngineConfig = CONFIG) -> Served:
         chat_template = "yes"
 
         def __call__(self, text):
+            assert len(text) <= CONFIG.capacity, "tokenized before its characters were counted"
             return {"input_ids": [ord(character) % 50 for character in text]}
+
+        def get_vocab(self):
+            return {chr(token): token for token in range(50)}
 
         def apply_chat_template(self, messages, **_):
             return self("".join(message["content"] for message in messages))
@@ -141,6 +145,25 @@ def test_wrong_chats_are_refused_by_name(fields, text):
     error = refused("chat/completions", **fields)
     assert text in error.message
     assert error.param.partition("[")[0] in {*fields, "max_tokens"}
+
+
+def test_texts_that_cannot_fit_are_refused_before_they_are_tokenized():
+    long, parts = "x" * 65, ["x" * 32, "x" * 33]
+    chat = [{"role": "user", "content": part} for part in parts]
+    for path, fields in (
+        ("completions", dict(prompt=long)),
+        ("completions", dict(prompt=["x", long])),
+        ("chat/completions", dict(messages=[{"role": "user", "content": long}])),
+        ("chat/completions", dict(messages=chat)),
+        ("chat/completions", dict(chat_template_kwargs={"date": "x" * 64})),
+    ):
+        error = refused(path, **fields)
+        assert (
+            "65 characters exceed the 64 tokens of --capacity, which have at most 64"
+            in error.message
+        )
+        assert error.code == "context_length_exceeded" and error.param in ("prompt", "messages")
+    assert parse("completions", prompt=["x" * 62] * 2)
 
 
 def test_the_engine_limits_what_may_be_asked():
