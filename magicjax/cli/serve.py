@@ -136,6 +136,15 @@ def _add_engine(group: Any) -> None:
 def _add_server(group: Any) -> None:
     group.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1")
     group.add_argument("--port", type=int, default=8000, help="default: 8000; 0: a free one")
+    group.add_argument(
+        "--allowed-hosts",
+        type=names,
+        default=(),
+        metavar="NAMES",
+        help="names of the server, with commas, in addition to --host, localhost and all IP "
+        "addresses: requests to others are refused, because a web page can let its own name "
+        "resolve to this server; * for any",
+    )
     group.add_argument("--served-model-name", help="for clients; default: the name of --target")
     group.add_argument(
         "--api-key",
@@ -158,6 +167,14 @@ def _add_server(group: Any) -> None:
     )
 
 
+def names(text: str) -> tuple[str, ...]:
+    """Returns the names of a list with commas: "a, b" is ("a", "b")."""
+    found = tuple(name.strip() for name in text.split(","))
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"{text!r} has an empty name: separate names by commas")
+    return found
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Serves until a signal arrives; returns the exit code.
 
@@ -167,6 +184,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     try:
         from magicjax.server.app import create_app
+        from magicjax.server.options import ServerOptions
         from magicjax.server.protocol import Served
         from magicjax.server.run import bind
         from magicjax.server.run import run as serve
@@ -195,7 +213,12 @@ def run(arguments: argparse.Namespace) -> int:
         worker.warm_up()
         name = arguments.served_model_name or pathlib.Path(arguments.target).resolve().name
         served = Served(name, target, engine.config)
-        app = create_app(worker, served, api_key=api_key, max_body_bytes=arguments.max_body_bytes)
+        server_options = ServerOptions(
+            api_key=api_key,
+            allowed_hosts=(arguments.host, *arguments.allowed_hosts),
+            max_body_bytes=arguments.max_body_bytes,
+        )
+        app = create_app(worker, served, server_options)
         _note(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}")
         return serve(app, worker, bound, arguments.drain_s)
 

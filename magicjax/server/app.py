@@ -14,6 +14,7 @@ import numpy as np
 import prometheus_client
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -23,6 +24,8 @@ from magicjax.engine.handle import Result
 from magicjax.server import protocol, responses
 from magicjax.server.errors import ApiError, server_error
 from magicjax.server.metrics import Metrics
+from magicjax.server.middleware import HostCheck
+from magicjax.server.options import ServerOptions
 from magicjax.server.protocol import Generation, Served
 from magicjax.server.worker import Job, Snapshot, Worker
 
@@ -39,22 +42,15 @@ Parse = Callable[[bytes, Served], Generation]
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def create_app(
-    worker: Worker,
-    served: Served,
-    *,
-    api_key: str | None,
-    max_body_bytes: int,
-) -> Starlette:
+def create_app(worker: Worker, served: Served, options: ServerOptions) -> Starlette:
     """Returns the application.
 
     Args:
       worker: of the engine.
       served: what it serves; the target has a tokenizer.
-      api_key: which requests to /v1/ must have; None: none.
-      max_body_bytes: of a request.
+      options: of the server.
     """
-    routes = _Routes(worker, served, api_key, max_body_bytes)
+    routes = _Routes(worker, served, options)
     completions = routes.generating(protocol.parse_completion)
     chat = routes.generating(protocol.parse_chat)
     handlers: dict[Any, Any] = {ApiError: _error, HTTPException: _http_error, Exception: _bug}
@@ -69,6 +65,7 @@ def create_app(
             Route("/status", routes.status),
             Route("/", routes.index),
         ],
+        middleware=[Middleware(HostCheck, names=options.allowed_hosts)],
         exception_handlers=handlers,
     )
 
@@ -76,11 +73,10 @@ def create_app(
 class _Routes:
     """Handlers of requests."""
 
-    def __init__(self, worker: Worker, served: Served, api_key: str | None, max_body_bytes: int):
+    def __init__(self, worker: Worker, served: Served, options: ServerOptions):
         tokenizer = served.target.tokenizer
         tokenizer("")  # sets truncation and padding once: from now on threads only read it
-        self._worker, self._served = worker, served
-        self._api_key, self._max_body_bytes = api_key, max_body_bytes
+        self._worker, self._served, self._options = worker, served, options
         self._texts, self._created = responses.token_text(tokenizer), int(time.time())
         self._metrics = Metrics(lambda: worker.snapshot, served.config.slots)
         worker.on_result = self._metrics.count
@@ -94,8 +90,9 @@ class _Routes:
 
         async def check(request: Request) -> Response:
             given = request.headers.get("authorization", "").encode()
-            expected = f"Bearer {self._api_key}".encode()
-            if self._api_key is not None and not hmac.compare_digest(given, expected):
+            key = self._options.api_key
+            expected = f"Bearer {key}".encode()
+            if key is not None and not hmac.compare_digest(given, expected):
                 raise ApiError(
                     401,
                     "the API key is missing or wrong: send Authorization: Bearer KEY",
@@ -111,7 +108,7 @@ class _Routes:
 
         async def handle(request: Request) -> Response:
             try:
-                data = await _body(request, self._max_body_bytes)
+                data = await _body(request, self._options.max_body_bytes)
             except ClientDisconnect:
                 return Response(status_code=CLOSED)
             return await _unless_disconnected(request, self._respond(parse, data))

@@ -43,6 +43,7 @@ REFUSED = {
     "logprobs": (["--logprobs", 21], "--logprobs 21: it must be at most 20"),
     "devices": (["--mesh", "model=64"], "64"),
     "port": (["--port", 65536], "--port 65536: it must be between 0 and 65535"),
+    "hosts": (["--allowed-hosts", "a,,b"], "'a,,b' has an empty name: separate names by commas"),
     "a key with spaces": (["--api-key", " a"], "the API key has spaces at its ends or letters"),
     "key": (["--api-key", " "], "the API key is empty: unset MAGICJAX_API_KEY and omit --api-key"),
 }

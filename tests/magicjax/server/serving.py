@@ -11,6 +11,7 @@ import openai
 
 import magicjax
 from magicjax.server.app import create_app
+from magicjax.server.options import ServerOptions
 from magicjax.server.protocol import Served
 from magicjax.server.run import Server, bind
 from magicjax.server.worker import Worker
@@ -19,6 +20,7 @@ NAME = "tiny"
 NEW = 24
 SLOTS, QUEUE = 3, 4
 SECONDS = 60  # until something that is certain to happen has happened
+OPTIONS: dict = dict(api_key=None, allowed_hosts=(), max_body_bytes=2**20)
 TEMPLATE = (
     "{% for m in messages %}"
     "{% if m.role == 'assistant' and loop.first %}{{ raise_exception('who asked?') }}{% endif %}"
@@ -69,8 +71,9 @@ def running(engine: magicjax.Engine, drain_s: float = 5.0, **options) -> Iterato
     """Runs a server of an engine; ends it, and the engine's requests."""
     target = engine._templates.row.target
     worker = Worker(engine)
-    options = dict(api_key=None, max_body_bytes=2**20) | options
-    app = create_app(worker, Served(NAME, target, engine.config), **options)
+    app = create_app(
+        worker, Served(NAME, target, engine.config), ServerOptions(**OPTIONS | options)
+    )
     server = Server(app, worker, drain_s)
     with bind("127.0.0.1", 0) as bound:
         thread = threading.Thread(target=server.run, args=([bound],))

@@ -48,6 +48,23 @@ def test_requests_need_the_key(engine):
         assert httpx.get(f"{server.url}/health").status_code == 200
 
 
+def test_requests_to_other_names_are_refused(engine):
+    def get(host: str) -> httpx.Response:
+        return httpx.get(f"{server.url}/v1/models", headers={"Host": host})
+
+    with running(engine, allowed_hosts=["Models.Example"]) as server:
+        for host in ("localhost", "localhost:8000", "127.0.0.1:1", "[::1]:8000", "10.0.0.9"):
+            assert get(host).status_code == 200
+        for host in ("models.example", "MODELS.example.:80"):
+            assert get(host).status_code == 200
+        for host in ("evil.example", "evil.example:8000", "localhost.evil.example", "[evil]", ""):
+            response = get(host)
+            assert response.status_code == 421 and "--allowed-hosts" in message(response)
+        assert "'evil.example' is not a name of this server" in message(get("evil.example:8000"))
+    with running(engine, allowed_hosts=["*"]) as server:
+        assert get("any.example").status_code == 200
+
+
 def test_large_bodies_are_refused(server):
     def parts():
         for _ in range(10 * MAX_BYTES // 1000):

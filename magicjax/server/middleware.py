@@ -1,0 +1,61 @@
+"""Checks of all requests before their routes."""
+
+import ipaddress
+from collections.abc import Collection
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from magicjax.server.errors import ApiError
+
+ANY = "*"
+MISDIRECTED = 421
+SHOWN = 100  # characters of a wrong name in an error
+
+
+class HostCheck:
+    """Refuses requests to other names than the server's.
+
+    A web page can let its own name resolve to the address of this server (DNS rebinding); the
+    browser then takes both for one origin. It needs a name for this, so addresses are allowed.
+    """
+
+    def __init__(self, app: ASGIApp, names: Collection[str]):
+        """Allows `names`, localhost and all IP addresses; "*" allows any name."""
+        self._app = app
+        self._names = {"localhost", *(name.lower() for name in names)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and ANY not in self._names:
+            name = _name(Headers(scope=scope).get("host", ""))
+            if name not in self._names and not _is_address(name):
+                error = ApiError(
+                    MISDIRECTED,
+                    f"the host {name[:SHOWN]!r} is not a name of this server: use its IP address, "
+                    "or start the server with this name in --allowed-hosts",
+                    code="host_not_allowed",
+                )
+                await answer(error, scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+async def answer(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers a request with an error."""
+    await JSONResponse(error.body(), error.status, error.headers)(scope, receive, send)
+
+
+def _name(host: str) -> str:
+    """Returns the name or address of a Host header: "[::1]:8000" is "::1"."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].lower().removesuffix(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

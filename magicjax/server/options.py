@@ -1,0 +1,19 @@
+"""Which requests a server accepts."""
+
+import dataclasses
+from collections.abc import Sequence
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Keys, names and limits of a server.
+
+    Attributes:
+      api_key: which requests to /v1/ must have; None for none.
+      allowed_hosts: names of the server in addition to localhost and IP addresses; "*" for any.
+      max_body_bytes: of a request.
+    """
+
+    api_key: str | None
+    allowed_hosts: Sequence[str]
+    max_body_bytes: int
