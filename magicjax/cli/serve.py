@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 import magicjax
+from magicjax.checks import check_whole
 from magicjax.cli import drafting, options, text
 from magicjax.model import DTYPES
 from magicjax.options import token_count
@@ -16,6 +17,9 @@ from sharding import parse_mesh
 
 API_KEY = "MAGICJAX_API_KEY"
 MAX_BODY_BYTES = 4 * 2**20
+MAX_CONNECTIONS = 1000  # many systems allow a process 1,024 files
+MAX_REQUESTS_PER_CLIENT = 256
+KEEP_ALIVE_S = 10
 GRAMMAR_STATES = 2048
 PACKAGES = {"starlette", "uvicorn", "prometheus_client", "pydantic", "pydantic_core"}
 DEFAULTS = magicjax.EngineConfig()
@@ -159,6 +163,33 @@ def _add_server(group: Any) -> None:
         help=f"of a request; default: {MAX_BODY_BYTES:,}",
     )
     group.add_argument(
+        "--body-s",
+        type=float,
+        default=30.0,
+        help="seconds in which the body of a request must arrive; default: 30",
+    )
+    group.add_argument(
+        "--keep-alive-s",
+        type=int,
+        default=KEEP_ALIVE_S,
+        help="seconds after which a connection without a request is closed; default: "
+        f"{KEEP_ALIVE_S}",
+    )
+    group.add_argument(
+        "--max-connections",
+        type=int,
+        default=MAX_CONNECTIONS,
+        help=f"at once; requests on others get 503; default: {MAX_CONNECTIONS:,}",
+    )
+    group.add_argument(
+        "--max-requests-per-client",
+        type=int,
+        default=MAX_REQUESTS_PER_CLIENT,
+        metavar="N",
+        help="open requests from one address; others get 429; default: "
+        f"{MAX_REQUESTS_PER_CLIENT:,}",
+    )
+    group.add_argument(
         "--drain-s",
         type=float,
         default=30.0,
@@ -186,7 +217,7 @@ def run(arguments: argparse.Namespace) -> int:
         from magicjax.server.app import create_app
         from magicjax.server.options import ServerOptions
         from magicjax.server.protocol import Served
-        from magicjax.server.run import bind
+        from magicjax.server.run import Limits, bind
         from magicjax.server.run import run as serve
         from magicjax.server.worker import Worker
     except ModuleNotFoundError as error:
@@ -217,10 +248,17 @@ def run(arguments: argparse.Namespace) -> int:
             api_key=api_key,
             allowed_hosts=(arguments.host, *arguments.allowed_hosts),
             max_body_bytes=arguments.max_body_bytes,
+            body_s=arguments.body_s,
+            max_requests_per_client=arguments.max_requests_per_client,
+        )
+        limits = Limits(
+            drain_s=arguments.drain_s,
+            keep_alive_s=arguments.keep_alive_s,
+            max_connections=arguments.max_connections,
         )
         app = create_app(worker, served, server_options)
         _note(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}")
-        return serve(app, worker, bound, arguments.drain_s)
+        return serve(app, worker, bound, limits)
 
 
 def _drafters(arguments: argparse.Namespace) -> list[str]:
@@ -235,10 +273,12 @@ def _checked(arguments: argparse.Namespace) -> str | None:
     """Returns the API key; raises ValueError for invalid options."""
     if not 0 <= arguments.port < 2**16:
         raise ValueError(f"port={arguments.port}: it must be between 0 and {2**16 - 1}")
-    if arguments.max_body_bytes < 1:
-        raise ValueError(f"max_body_bytes={arguments.max_body_bytes}: it must be at least 1")
+    for name in ("max_body_bytes", "keep_alive_s", "max_connections", "max_requests_per_client"):
+        check_whole(name, getattr(arguments, name), 1)
+    if not 0 < arguments.body_s < float("inf"):
+        raise ValueError(f"body_s={arguments.body_s:g}: it must be above 0 seconds")
     if not 0 <= arguments.drain_s < float("inf"):
-        raise ValueError(f"drain_s={arguments.drain_s}: it must be 0 or more seconds")
+        raise ValueError(f"drain_s={arguments.drain_s:g}: it must be 0 or more seconds")
     key = os.environ.get(API_KEY) if arguments.api_key is None else arguments.api_key
     if key is not None and not key.strip():
         raise ValueError(f"the API key is empty: unset {API_KEY} and omit --api-key for no key")

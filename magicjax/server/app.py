@@ -24,7 +24,7 @@ from magicjax.engine.handle import Result
 from magicjax.server import protocol, responses
 from magicjax.server.errors import ApiError, server_error
 from magicjax.server.metrics import Metrics
-from magicjax.server.middleware import HostCheck
+from magicjax.server.middleware import ClientLimit, HostCheck
 from magicjax.server.options import ServerOptions
 from magicjax.server.protocol import Generation, Served
 from magicjax.server.worker import Job, Snapshot, Worker
@@ -65,7 +65,10 @@ def create_app(worker: Worker, served: Served, options: ServerOptions) -> Starle
             Route("/status", routes.status),
             Route("/", routes.index),
         ],
-        middleware=[Middleware(HostCheck, names=options.allowed_hosts)],
+        middleware=[
+            Middleware(HostCheck, names=options.allowed_hosts),
+            Middleware(ClientLimit, limit=options.max_requests_per_client),
+        ],
         exception_handlers=handlers,
     )
 
@@ -108,7 +111,7 @@ class _Routes:
 
         async def handle(request: Request) -> Response:
             try:
-                data = await _body(request, self._options.max_body_bytes)
+                data = await _body(request, self._options)
             except ClientDisconnect:
                 return Response(status_code=CLOSED)
             return await _unless_disconnected(request, self._respond(parse, data))
@@ -167,8 +170,9 @@ async def _bug(request: Request, _: Exception) -> Response:
     return await _error(request, server_error("internal error"))
 
 
-async def _body(request: Request, limit: int) -> bytes:
-    """Returns the body of a request; raises ApiError (413, 415)."""
+async def _body(request: Request, options: ServerOptions) -> bytes:
+    """Returns the body of a request; raises ApiError (408, 413, 415)."""
+    limit = options.max_body_bytes
     # A web page of another origin cannot send this type without asking the server first.
     if (
         request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -180,10 +184,18 @@ async def _body(request: Request, limit: int) -> bytes:
     if not length.isascii() or not length.isdigit() or int(length) > limit:
         raise too_large
     data = bytearray()
-    async for part in request.stream():
-        data += part
-        if len(data) > limit:
-            raise too_large
+    try:
+        async with asyncio.timeout(options.body_s):
+            async for part in request.stream():
+                data += part
+                if len(data) > limit:
+                    raise too_large
+    except TimeoutError:
+        raise ApiError(
+            408,
+            f"the body has not arrived within {options.body_s:g} s, the limit of the server",
+            headers={"Connection": "close"},
+        ) from None
     return bytes(data)
 
 

@@ -46,6 +46,12 @@ def server_error(message: str, status: int = 500) -> ApiError:
     return ApiError(status, message, type="server_error")
 
 
+def too_many_requests(message: str, code: str) -> ApiError:
+    """Returns an error that asks the client to try again later."""
+    headers = {"Retry-After": str(RETRY_AFTER_S)}
+    return ApiError(429, message, type="rate_limit_error", code=code, headers=headers)
+
+
 def refused(error: Exception, fields: Mapping[str, str]) -> ApiError:
     """Returns the answer to an error of `Engine.submit`.
 
@@ -54,13 +60,7 @@ def refused(error: Exception, fields: Mapping[str, str]) -> ApiError:
       fields: the body's fields for parameters of other names.
     """
     if isinstance(error, QueueFullError):
-        return ApiError(
-            429,
-            "the queue is full: try again later",
-            type="rate_limit_error",
-            code="queue_full",
-            headers={"Retry-After": str(RETRY_AFTER_S)},
-        )
+        return too_many_requests("the queue is full: try again later", "queue_full")
     if not isinstance(error, ValueError | TypeError):
         return server_error(f"the request failed: {type(error).__name__}")
     message = str(error)

@@ -1,5 +1,6 @@
 """Checks of all requests before their routes."""
 
+import collections
 import ipaddress
 from collections.abc import Collection
 
@@ -7,7 +8,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from magicjax.server.errors import ApiError
+from magicjax.server.errors import ApiError, too_many_requests
 
 ANY = "*"
 MISDIRECTED = 421
@@ -39,6 +40,36 @@ class HostCheck:
                 await answer(error, scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+class ClientLimit:
+    """Bounds the open requests from one address; /health is not counted."""
+
+    def __init__(self, app: ASGIApp, limit: int):
+        """Allows `limit` requests from each address at a time."""
+        self._app, self._limit = app, limit
+        self._open: collections.Counter[str] = collections.Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] == "/health" or scope["client"] is None:
+            await self._app(scope, receive, send)
+            return
+        address = scope["client"][0]
+        if self._open[address] >= self._limit:
+            error = too_many_requests(
+                f"{address} has {self._limit} open requests, the most of one client "
+                "(--max-requests-per-client): wait for an answer",
+                "too_many_requests",
+            )
+            await answer(error, scope, receive, send)
+            return
+        self._open[address] += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._open[address] -= 1
+            if not self._open[address]:
+                del self._open[address]
 
 
 async def answer(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:

@@ -44,6 +44,8 @@ REFUSED = {
     "devices": (["--mesh", "model=64"], "64"),
     "port": (["--port", 65536], "--port 65536: it must be between 0 and 65535"),
     "hosts": (["--allowed-hosts", "a,,b"], "'a,,b' has an empty name: separate names by commas"),
+    "seconds": (["--body-s", 0], "--body-s 0: it must be above 0 seconds"),
+    "connections": (["--max-connections", 0], "--max-connections 0: it must be at least 1"),
     "a key with spaces": (["--api-key", " a"], "the API key has spaces at its ends or letters"),
     "key": (["--api-key", " "], "the API key is empty: unset MAGICJAX_API_KEY and omit --api-key"),
 }

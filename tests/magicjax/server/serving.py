@@ -13,7 +13,7 @@ import magicjax
 from magicjax.server.app import create_app
 from magicjax.server.options import ServerOptions
 from magicjax.server.protocol import Served
-from magicjax.server.run import Server, bind
+from magicjax.server.run import Limits, Server, bind
 from magicjax.server.worker import Worker
 
 NAME = "tiny"
@@ -21,6 +21,8 @@ NEW = 24
 SLOTS, QUEUE = 3, 4
 SECONDS = 60  # until something that is certain to happen has happened
 OPTIONS: dict = dict(api_key=None, allowed_hosts=(), max_body_bytes=2**20)
+OPTIONS |= dict(body_s=SECONDS, max_requests_per_client=100)
+LIMITS = Limits(drain_s=5.0, keep_alive_s=SECONDS, max_connections=100)
 TEMPLATE = (
     "{% for m in messages %}"
     "{% if m.role == 'assistant' and loop.first %}{{ raise_exception('who asked?') }}{% endif %}"
@@ -67,14 +69,14 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(engine: magicjax.Engine, drain_s: float = 5.0, **options) -> Iterator[Running]:
+def running(engine: magicjax.Engine, limits: Limits = LIMITS, **options) -> Iterator[Running]:
     """Runs a server of an engine; ends it, and the engine's requests."""
     target = engine._templates.row.target
     worker = Worker(engine)
     app = create_app(
         worker, Served(NAME, target, engine.config), ServerOptions(**OPTIONS | options)
     )
-    server = Server(app, worker, drain_s)
+    server = Server(app, worker, limits)
     with bind("127.0.0.1", 0) as bound:
         thread = threading.Thread(target=server.run, args=([bound],))
         thread.start()

@@ -1,7 +1,10 @@
 """Keys, limits, full queues, clients that disconnect, draining, and a device that fails."""
 
+import dataclasses
 import http.client
 import json
+import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -26,6 +29,15 @@ def engine(directory):
 def server(engine):
     with running(engine, max_body_bytes=MAX_BYTES) as made:
         yield made
+
+
+def limits(**options) -> serving.Limits:
+    return dataclasses.replace(serving.LIMITS, **options)
+
+
+def connect(server) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), serving.SECONDS)
 
 
 def message(response: httpx.Response) -> str:
@@ -77,6 +89,54 @@ def test_large_bodies_are_refused(server):
     assert response.status_code == 413 and str(MAX_BYTES) in message(response)
     response = server.post("completions", content=parts(), headers=headers)
     assert response.status_code == 413
+
+
+def test_a_body_that_does_not_arrive_is_refused(engine):
+    with running(engine, body_s=0.2) as server, connect(server) as client:
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+        )
+        response = client.makefile("rb").read()  # until the server closes the connection
+        assert response.startswith(b"HTTP/1.1 408 ") and b"within 0.2 s" in response
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\n"])
+def test_connections_without_a_request_are_closed(engine, sent):
+    with running(engine, limits(keep_alive_s=1)) as server, connect(server) as client:
+        client.sendall(sent)
+        assert client.recv(100) == b""
+
+
+def test_a_connection_is_kept_for_later_requests(engine):
+    with running(engine, limits(keep_alive_s=1)) as server:
+        client = http.client.HTTPConnection(server.url.removeprefix("http://"))
+        headers = {"Content-Type": "application/json"}
+        with paused(server.worker):
+            client.request("POST", "/v1/completions", json.dumps(LONG), headers)
+            first = client.sock
+            time.sleep(1.5)  # longer than an idle connection lasts
+        assert client.getresponse().read()
+        client.request("GET", "/health")
+        assert client.getresponse().status == 200 and client.sock is first
+
+
+def test_connections_are_limited(engine):
+    with running(engine, limits(max_connections=2)) as server, connect(server):
+        until(lambda: len(server.server.server_state.connections) == 1)
+        assert httpx.get(f"{server.url}/health").status_code == 503
+
+
+def test_open_requests_of_a_client_are_limited(engine):
+    with running(engine, max_requests_per_client=1) as server, slow(engine):
+        stream = server.client().completions.create(model=NAME, stream=True, **LONG)
+        next(stream)
+        response = server.post("completions", json=LONG)
+        assert response.status_code == 429 and response.headers["Retry-After"] == "1"
+        assert "127.0.0.1 has 1 open requests" in message(response)
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        stream.close()
+        until(lambda: httpx.get(f"{server.url}/v1/models").status_code == 200)
 
 
 def test_other_types_methods_and_paths_are_refused(server):
@@ -147,7 +207,7 @@ def test_a_reader_that_is_slow_stops_nobody(server):
 
 
 def test_draining_ends_with_the_running_requests(engine):
-    with running(engine, drain_s=serving.SECONDS) as server, slow(engine):
+    with running(engine, limits(drain_s=serving.SECONDS)) as server, slow(engine):
         body = LONG | {"max_tokens": 32}
         stream = server.client().completions.create(model=NAME, stream=True, **body)
         first = next(stream).choices[0].text
@@ -165,7 +225,11 @@ def test_draining_ends_with_the_running_requests(engine):
 
 
 def test_draining_cancels_what_takes_too_long(engine):
-    with running(engine, drain_s=0.1) as server, slow(engine, 0.2), ThreadPoolExecutor(1) as pool:
+    with (
+        running(engine, limits(drain_s=0.1)) as server,
+        slow(engine, 0.2),
+        ThreadPoolExecutor(1) as pool,
+    ):
         stream = server.client().completions.create(model=NAME, stream=True, **LONG)
         next(stream)
         whole = pool.submit(server.post, "completions", json=LONG)
