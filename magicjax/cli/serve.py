@@ -5,6 +5,7 @@ import functools
 import ipaddress
 import os
 import pathlib
+import re
 import sys
 from typing import Any
 
@@ -157,6 +158,17 @@ def _add_server(group: Any) -> None:
         "cannot read; without one, no key is needed",
     )
     group.add_argument(
+        "--api-key-file", type=pathlib.Path, metavar="FILE", help="a file with the key alone"
+    )
+    group.add_argument(
+        "--cors-origins",
+        type=names,
+        default=(),
+        metavar="ORIGINS",
+        help="of web pages that may use the server, with commas, such as https://app.example; "
+        "* for any; default: none",
+    )
+    group.add_argument(
         "--max-body-bytes",
         type=int,
         default=MAX_BODY_BYTES,
@@ -247,6 +259,7 @@ def run(arguments: argparse.Namespace) -> int:
         server_options = ServerOptions(
             api_key=api_key,
             allowed_hosts=(arguments.host, *arguments.allowed_hosts),
+            cors_origins=arguments.cors_origins,
             max_body_bytes=arguments.max_body_bytes,
             body_s=arguments.body_s,
             max_requests_per_client=arguments.max_requests_per_client,
@@ -279,7 +292,26 @@ def _checked(arguments: argparse.Namespace) -> str | None:
         raise ValueError(f"body_s={arguments.body_s:g}: it must be above 0 seconds")
     if not 0 <= arguments.drain_s < float("inf"):
         raise ValueError(f"drain_s={arguments.drain_s:g}: it must be 0 or more seconds")
-    key = os.environ.get(API_KEY) if arguments.api_key is None else arguments.api_key
+    for origin in arguments.cors_origins:
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+            raise ValueError(
+                f"cors_origins={origin}: an origin has a scheme and no path, such as "
+                "https://app.example"
+            )
+    return _key(arguments)
+
+
+def _key(arguments: argparse.Namespace) -> str | None:
+    """Returns the API key; raises ValueError for one that no client can send."""
+    key, file = arguments.api_key, arguments.api_key_file
+    if file is not None and key is not None:
+        raise ValueError("--api-key and --api-key-file exclude each other: remove one of them")
+    if file is not None:
+        key = file.read_text().strip()
+        if not key:
+            raise ValueError(f"api_key_file={file}: the file is empty")
+    elif key is None:
+        key = os.environ.get(API_KEY)
     if key is not None and not key.strip():
         raise ValueError(f"the API key is empty: unset {API_KEY} and omit --api-key for no key")
     if key is not None and (key != key.strip() or not key.isascii()):

@@ -15,6 +15,7 @@ import prometheus_client
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -68,6 +69,12 @@ def create_app(worker: Worker, served: Served, options: ServerOptions) -> Starle
         middleware=[
             Middleware(HostCheck, names=options.allowed_hosts),
             Middleware(ClientLimit, limit=options.max_requests_per_client),
+            Middleware(
+                CORSMiddleware,
+                allow_origins=options.cors_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+            ),
         ],
         exception_handlers=handlers,
     )
@@ -92,10 +99,12 @@ class _Routes:
         """Returns the handler for requests with the key."""
 
         async def check(request: Request) -> Response:
-            given = request.headers.get("authorization", "").encode()
+            scheme, _, given = request.headers.get("authorization", "").partition(" ")
             key = self._options.api_key
-            expected = f"Bearer {key}".encode()
-            if key is not None and not hmac.compare_digest(given, expected):
+            if key is not None and not (
+                scheme.lower() == "bearer"
+                and hmac.compare_digest(given.strip().encode(), key.encode())
+            ):
                 raise ApiError(
                     401,
                     "the API key is missing or wrong: send Authorization: Bearer KEY",
@@ -173,7 +182,7 @@ async def _bug(request: Request, _: Exception) -> Response:
 async def _body(request: Request, options: ServerOptions) -> bytes:
     """Returns the body of a request; raises ApiError (408, 413, 415)."""
     limit = options.max_body_bytes
-    # A web page of another origin cannot send this type without asking the server first.
+    # A web page of another origin cannot send this type unless the server allows the origin.
     if (
         request.headers.get("content-type", "").partition(";")[0].strip().lower()
         != "application/json"

@@ -46,6 +46,13 @@ REFUSED = {
     "hosts": (["--allowed-hosts", "a,,b"], "'a,,b' has an empty name: separate names by commas"),
     "seconds": (["--body-s", 0], "--body-s 0: it must be above 0 seconds"),
     "connections": (["--max-connections", 0], "--max-connections 0: it must be at least 1"),
+    "origins": (["--cors-origins", "app.example"], "--cors-origins app.example: an origin has a"),
+    "two keys": (["--api-key", "a", "--api-key-file", "b"], "--api-key-file exclude each other"),
+    "a missing file": (["--api-key-file", "missing"], "No such file or directory: 'missing'"),
+    "an empty file": (
+        ["--api-key-file", os.devnull],
+        "--api-key-file /dev/null: the file is empty",
+    ),
     "a key with spaces": (["--api-key", " a"], "the API key has spaces at its ends or letters"),
     "key": (["--api-key", " "], "the API key is empty: unset MAGICJAX_API_KEY and omit --api-key"),
 }
@@ -76,7 +83,7 @@ class Serving:
             command,
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | {API_KEY: "secret"} | environment,
+            env=os.environ | {API_KEY: "another"} | environment,
         )
         self.lines: list[str] = []
         threading.Thread(target=self._read, daemon=True).start()
@@ -97,8 +104,11 @@ class Serving:
 
 
 @pytest.fixture
-def serving(directory):
+def serving(directory, tmp_path):
     options = ("--capacity", 400, "--max-tokens", 300, "--rounds-per-step", 1, "--slots", 2)
+    key = tmp_path / "key"
+    key.write_text("secret\n")
+    options += ("--api-key-file", key)
     made = Serving("--target", directory, "--dtype", "float32", *options)
     yield made
     made.process.kill()

@@ -20,7 +20,7 @@ NAME = "tiny"
 NEW = 24
 SLOTS, QUEUE = 3, 4
 SECONDS = 60  # until something that is certain to happen has happened
-OPTIONS: dict = dict(api_key=None, allowed_hosts=(), max_body_bytes=2**20)
+OPTIONS: dict = dict(api_key=None, allowed_hosts=(), cors_origins=(), max_body_bytes=2**20)
 OPTIONS |= dict(body_s=SECONDS, max_requests_per_client=100)
 LIMITS = Limits(drain_s=5.0, keep_alive_s=SECONDS, max_connections=100)
 TEMPLATE = (

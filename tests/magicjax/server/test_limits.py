@@ -16,6 +16,7 @@ from tests.magicjax.server.serving import NAME, paused, running, slow, until
 
 KEY = "a key of 16 byte"
 MAX_BYTES = 20_000
+BASIC = {"Authorization": f"Basic {KEY}"}
 LONG = {"prompt": "def add(", "max_tokens": 128, "seed": 1}
 
 
@@ -46,7 +47,7 @@ def message(response: httpx.Response) -> str:
 
 def test_requests_need_the_key(engine):
     with running(engine, api_key=KEY) as server:
-        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}):
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}, BASIC):
             for response in (
                 server.post("completions", json=LONG, headers=headers),
                 httpx.get(f"{server.url}/v1/models", headers=headers),
@@ -57,6 +58,9 @@ def test_requests_need_the_key(engine):
         with pytest.raises(openai.AuthenticationError):
             server.client().models.list()
         assert server.client(api_key=KEY).models.list().data
+        for scheme in ("bearer", "BEARER", "Bearer "):
+            headers = {"Authorization": f"{scheme} {KEY}"}
+            assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 200
         assert httpx.get(f"{server.url}/health").status_code == 200
 
 
@@ -75,6 +79,21 @@ def test_requests_to_other_names_are_refused(engine):
         assert "'evil.example' is not a name of this server" in message(get("evil.example:8000"))
     with running(engine, allowed_hosts=["*"]) as server:
         assert get("any.example").status_code == 200
+
+
+def test_web_pages_of_allowed_origins_use_the_server(engine):
+    allowed, other = "https://app.example", "https://evil.example"
+    ask = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x-a"}
+    with running(engine, cors_origins=[allowed], api_key=KEY) as server:
+        url = f"{server.url}/v1/completions"
+        preflight = httpx.options(url, headers=ask | {"Origin": allowed})
+        assert preflight.status_code == 200
+        assert preflight.headers["Access-Control-Allow-Origin"] == allowed
+        assert httpx.options(url, headers=ask | {"Origin": other}).status_code == 400
+        refused = server.post("completions", json=LONG, headers={"Origin": allowed})
+        assert refused.headers["Access-Control-Allow-Origin"] == allowed
+        refused = server.post("completions", json=LONG, headers={"Origin": other})
+        assert "Access-Control-Allow-Origin" not in refused.headers
 
 
 def test_large_bodies_are_refused(server):
