@@ -6,6 +6,18 @@ from typing import Any
 
 from magicjax.engine.scheduler import QueueFullError
 
+# Errors of the engine name its Python arguments; clients of the server know its options.
+OPTIONS = {
+    r"create the engine with sampling=True": "start the server without --greedy",
+    r"create the engine with logprobs=(\d+)": r"start the server with --logprobs \1",
+    r"create the engine with a larger capacity": "start the server with a larger --capacity",
+    r"create the engine with at least (\d+)": r"start the server with --grammar-states \1",
+    r"the engine's grammar_states=": "the server's --grammar-states ",
+    r"\bcapacity=": "--capacity ",
+    r"the limit of the engine, or None for": "the limit of the server (--max-tokens); omit it for",
+    r"or None for as many": "omit the limit for as many",
+    r"\bthe engine\b": "the server",
+}
 RETRY_AFTER_S = 1  # a slot is free when the shortest request ends; clients back off further
 
 
@@ -68,4 +80,6 @@ def refused(error: Exception, fields: Mapping[str, str]) -> ApiError:
         message = re.sub(rf"\b{parameter}=", f"{field}=", message, count=1)
     named = re.match(r"(\w+)=", message)
     code = "context_length_exceeded" if "capacity=" in message else None
+    for pattern, words in OPTIONS.items():
+        message = re.sub(pattern, words, message)
     return ApiError(400, message, param=named and named[1], code=code)

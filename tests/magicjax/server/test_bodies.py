@@ -84,7 +84,11 @@ def test_fields_become_parameters(path):
         ("top_p", 0, "top_p=0: it must be above 0 and at most 1"),
         ("seed", 2**63, "seed=9223372036854775808: it must be a whole number in the range of"),
         ("stop", "", "stop='': it must be a string, or a list"),
-        ("max_tokens", 33, "max_tokens=33: it must be at most 32, the limit of the engine"),
+        (
+            "max_tokens",
+            33,
+            "max_tokens=33: it must be at most 32, the limit of the server (--max",
+        ),
         ("stream", "yes", "stream='yes': it must be true or false"),
         ("stream_options", {"include_usage": True}, "stream_options requires stream=true"),
         ("response_format", {"type": "xml"}, 'it must be {"type": "text"}'),
@@ -113,7 +117,7 @@ def test_wrong_values_are_refused_by_name(path, field, value, text):
         ("prompt", ["a", 1], "prompt=['a', 1]: it must be"),
         ("prompt", [50], "token 50, outside the target's vocabulary"),
         ("prompt", ["a"] * 9, "9 prompts with n=1 are 9 requests, and the queue holds 8"),
-        ("logprobs", 4, "logprobs=4: the engine returns at most 3; request fewer"),
+        ("logprobs", 4, "logprobs=4: the server returns at most 3; request fewer"),
         ("best_of", 2, "best_of=2 is not supported: omit best_of"),
     ],
 )
@@ -137,7 +141,7 @@ def test_wrong_completions_are_refused_by_name(field, value, text):
         ),
         (dict(tools=[{"type": "function"}]), "tools=[{'type': 'function'}] is not supported"),
         (dict(top_logprobs=2), "top_logprobs requires logprobs=true"),
-        (dict(logprobs=True, top_logprobs=4), "top_logprobs=4: the engine returns at most 3"),
+        (dict(logprobs=True, top_logprobs=4), "top_logprobs=4: the server returns at most 3"),
         (dict(max_completion_tokens=2), "max_tokens and max_completion_tokens exclude each other"),
     ],
 )
@@ -174,7 +178,7 @@ def test_the_engine_limits_what_may_be_asked():
         assert "n=2 greedy" in refused(path, temperature=0, n=2).message
         assert parse(path, greedy, temperature=0, top_p=0.5, seed=1).params.greedy
     message = refused("completions", greedy, logprobs=0).message
-    assert message.startswith("logprobs=0: the engine returns no log-probabilities; omit it")
+    assert message.startswith("logprobs=0: the server returns no log-probabilities; omit it")
 
 
 @pytest.mark.parametrize("path", PARSERS)
