@@ -25,7 +25,7 @@ from magicjax.engine.handle import Result
 from magicjax.server import protocol, responses
 from magicjax.server.errors import ApiError, server_error
 from magicjax.server.metrics import Metrics
-from magicjax.server.middleware import ClientLimit, HostCheck
+from magicjax.server.middleware import AccessLog, ClientLimit, HostCheck
 from magicjax.server.options import ServerOptions
 from magicjax.server.protocol import Generation, Served
 from magicjax.server.worker import Job, Snapshot, Worker
@@ -67,6 +67,7 @@ def create_app(worker: Worker, served: Served, options: ServerOptions) -> Starle
             Route("/", routes.index),
         ],
         middleware=[
+            Middleware(AccessLog),
             Middleware(HostCheck, names=options.allowed_hosts),
             Middleware(ClientLimit, limit=options.max_requests_per_client),
             Middleware(
@@ -123,16 +124,17 @@ class _Routes:
                 data = await _body(request, self._options)
             except ClientDisconnect:
                 return Response(status_code=CLOSED)
-            return await _unless_disconnected(request, self._respond(parse, data))
+            return await _unless_disconnected(request, self._respond(request, parse, data))
 
         return handle
 
-    async def _respond(self, parse: Parse, data: bytes) -> Response:
+    async def _respond(self, request: Request, parse: Parse, data: bytes) -> Response:
         served = self._served
         executor = self._compiling if b"response_format" in data else None
         loop = asyncio.get_running_loop()
         generation = await loop.run_in_executor(executor, parse, data, served)
         job = await self._worker.submit(generation)
+        request.state.job = job  # for the access log
         if generation.stream:
             return _JobStream(self._worker, job, _chunks(job, served, self._texts))
         try:

@@ -1,18 +1,53 @@
-"""Checks of all requests before their routes."""
+"""What all requests pass before their routes: the access log and checks."""
 
 import collections
 import ipaddress
+import logging
+import time
+import urllib.parse
 from collections.abc import Collection
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from magicjax.server.errors import ApiError, too_many_requests
+
+logger = logging.getLogger("magicjax.server.access")
 
 ANY = "*"
 MISDIRECTED = 421
 SHOWN = 100  # characters of a wrong name in an error
+
+
+class AccessLog:
+    """Logs a line for each request when its answer ends.
+
+    ::
+
+        127.0.0.1 POST /v1/completions 200 ttft_s=0.041 total_s=0.370 prompt_tokens=6 new_tokens=24
+    """
+
+    def __init__(self, app: ASGIApp):
+        """Routes that generate text set `state.job`."""
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begun, status = time.monotonic(), 500
+
+        async def sending(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sending)
+        finally:
+            logger.info(_line(scope, status, begun))
 
 
 class HostCheck:
@@ -75,6 +110,20 @@ class ClientLimit:
 async def answer(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
     """Answers a request with an error."""
     await JSONResponse(error.body(), error.status, error.headers)(scope, receive, send)
+
+
+def _line(scope: Scope, status: int, begun: float) -> str:
+    """Returns the line of a request, without its query."""
+    client, job = scope["client"], scope.get("state", {}).get("job")
+    path = urllib.parse.quote(scope["path"])[:SHOWN]
+    parts = [client[0] if client else "-", scope["method"], path, str(status)]
+    if job is not None and job.first_s is not None:
+        parts.append(f"ttft_s={job.first_s - begun:.3f}")
+    parts.append(f"total_s={time.monotonic() - begun:.3f}")
+    if job is not None:
+        prompt_tokens = sum(map(len, job.generation.prompts))
+        parts += [f"prompt_tokens={prompt_tokens}", f"new_tokens={job.new_tokens}"]
+    return " ".join(parts)
 
 
 def _name(host: str) -> str:

@@ -10,10 +10,13 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.config import LOGGING_CONFIG
 
 from magicjax.server.worker import Worker
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+TO_STDERR = {"handlers": ["default"], "level": "INFO", "propagate": False}
+LOGGERS = LOGGING_CONFIG["loggers"] | {"magicjax.server": TO_STDERR}
 FLUSH_S = 5  # for clients to read the last answers
 FAILED = 1  # exit code
 
@@ -60,6 +63,8 @@ class Server(uvicorn.Server):
         """The server of an application."""
         config = uvicorn.Config(
             app,
+            log_config=LOGGING_CONFIG | {"loggers": LOGGERS},
+            access_log=False,  # the application has its own
             timeout_graceful_shutdown=FLUSH_S,
             timeout_keep_alive=limits.keep_alive_s,
             limit_concurrency=limits.max_connections,

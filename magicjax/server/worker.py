@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import queue
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 
 from magicjax.engine.engine import Engine
@@ -58,6 +59,8 @@ class Job:
       arrived: what `events` yields, or an error.
       num_choices: prompts times samples.
       missing: choices without a result; the event loop's.
+      first_s: when the first token arrived, on `time.monotonic`; None before. The event loop's.
+      new_tokens: that have arrived; the event loop's.
       handles: by index of the choice, the samples of the first prompt first; the thread's.
       unfinished: those without a result; the thread's.
     """
@@ -67,6 +70,8 @@ class Job:
         self.accepted: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.arrived: asyncio.Queue[Arrived | ApiError] = asyncio.Queue()
         self.num_choices = self.missing = len(generation.prompts) * generation.n
+        self.first_s: float | None = None
+        self.new_tokens = 0
         self.handles: list[Handle] = []
         self.unfinished: dict[int, Handle] = {}
 
@@ -268,6 +273,10 @@ class Worker:
                 job.missing -= 1
                 if not job.missing:
                     self._jobs.discard(job)
+                continue
+            job.new_tokens += len(event.value.tokens)
+            if job.first_s is None and job.new_tokens:
+                job.first_s = time.monotonic()
 
     def _fail(self) -> None:
         """Answers all jobs with 500."""

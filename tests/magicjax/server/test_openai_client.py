@@ -1,5 +1,8 @@
 """OpenAI's client, unchanged: its answers are the texts of `magicjax.generate`."""
 
+import logging
+import re
+
 import httpx
 import numpy as np
 import openai
@@ -9,7 +12,7 @@ import magicjax
 from magicjax.decoding.prompts import chat_tokens
 from tests.magicjax import keywords
 from tests.magicjax.server import serving
-from tests.magicjax.server.serving import NAME, NEW
+from tests.magicjax.server.serving import NAME, NEW, until
 
 PROMPTS = ["def add(first, second):", "    return first"]
 MESSAGES = [{"role": "system", "content": "short"}, {"role": "user", "content": "def add("}]
@@ -208,6 +211,28 @@ def test_errors_reach_the_client_in_its_shape(client):
     with pytest.raises(openai.BadRequestError, match="the prompt has 260 tokens") as raised:
         completion(client, [5] * 260)
     assert raised.value.code == "context_length_exceeded"
+
+
+def test_the_access_log_has_a_line_for_each_request(server, client):
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logger = logging.getLogger("magicjax.server.access")
+    logger.addHandler(handler)
+    try:
+        prompt_tokens = completion(client, PROMPTS).usage.prompt_tokens
+        [*chat(client, stream=True)]
+        httpx.get(f"{server.url}/v1/a%0Ab?secret=1")
+        until(lambda: len(records) == 3)
+    finally:
+        logger.removeHandler(handler)
+    lines = [record.getMessage() for record in records]
+    times = r"ttft_s=\d+\.\d{3} total_s=\d+\.\d{3}"
+    tokens = f"prompt_tokens={prompt_tokens} new_tokens={2 * NEW}"
+    assert re.fullmatch(rf"127.0.0.1 POST /v1/completions 200 {times} {tokens}", lines[0])
+    assert re.match(rf"127.0.0.1 POST /v1/chat/completions 200 {times} prompt_tokens=", lines[1])
+    assert lines[1].endswith(f"new_tokens={NEW}")
+    assert re.fullmatch(r"127.0.0.1 GET /v1/a%0Ab 404 total_s=\d+\.\d{3}", lines[2])
 
 
 def test_health_status_page_and_metrics(server, client):
