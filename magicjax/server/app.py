@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import concurrent.futures
+import dataclasses
 import hmac
 import importlib.resources
 import json
@@ -312,6 +313,7 @@ def _state(served: Served, now: Snapshot, before: Snapshot, seconds: float) -> d
     """Returns what the status page shows; rates are those since the snapshot before."""
     stats, rounds = now.stats, now.rounds - before.rounds
     tokens = now.tokens - before.tokens
+    times = dict(queue=stats.queue_s, ttft=stats.ttft_s, tpot=stats.tpot_s, itl=stats.itl_s)
     return dict(
         model=served.name,
         slots=served.config.slots,
@@ -324,6 +326,7 @@ def _state(served: Served, now: Snapshot, before: Snapshot, seconds: float) -> d
         finished=stats.finished,
         prefix_hits=stats.prefix_hits,
         prefix_lookups=stats.prefix_lookups,
+        times={name: each and dataclasses.asdict(each) for name, each in times.items()},
     )
 
 

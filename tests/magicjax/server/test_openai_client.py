@@ -1,5 +1,6 @@
 """OpenAI's client, unchanged: its answers are the texts of `magicjax.generate`."""
 
+import json
 import logging
 import re
 
@@ -241,7 +242,11 @@ def test_health_status_page_and_metrics(server, client):
     assert "EventSource" in httpx.get(server.url).text
     with httpx.stream("GET", f"{server.url}/status") as events:
         line = next(events.iter_lines())
-    assert line.startswith("data: ") and f'"slots":{serving.SLOTS}' in line
+    state = json.loads(line.removeprefix("data: "))
+    assert state["slots"] == serving.SLOTS
+    for name in ("queue", "ttft", "tpot", "itl"):
+        times = state["times"][name]
+        assert 0 <= times["p50"] <= times["p90"] <= times["p99"]
     lines = httpx.get(f"{server.url}/metrics").text.splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     stats = server.worker.snapshot.stats
@@ -250,6 +255,7 @@ def test_health_status_page_and_metrics(server, client):
     assert float(values["magicjax_new_tokens_total"]) > 0
     assert float(values["magicjax_loop_tokens_total"]) > float(values["magicjax_rounds_total"])
     assert float(values["magicjax_time_to_first_token_seconds_count"]) > 0
+    assert float(values["magicjax_inter_token_latency_seconds_count"]) > 0
     accepted = [
         float(values[f'magicjax_accepted_rounds_total{{depth="{d}"}}']) for d in (1, 2, 3, 4)
     ]
