@@ -202,6 +202,13 @@ def _add_server(group: Any) -> None:
         f"{MAX_REQUESTS_PER_CLIENT:,}",
     )
     group.add_argument(
+        "--stall-s",
+        type=float,
+        default=120.0,
+        help="seconds after which /health fails if requests wait and no step of the engine has "
+        "ended; default: 120",
+    )
+    group.add_argument(
         "--drain-s",
         type=float,
         default=30.0,
@@ -263,6 +270,7 @@ def run(arguments: argparse.Namespace) -> int:
             max_body_bytes=arguments.max_body_bytes,
             body_s=arguments.body_s,
             max_requests_per_client=arguments.max_requests_per_client,
+            stall_s=arguments.stall_s,
         )
         limits = Limits(
             drain_s=arguments.drain_s,
@@ -288,8 +296,9 @@ def _checked(arguments: argparse.Namespace) -> str | None:
         raise ValueError(f"port={arguments.port}: it must be between 0 and {2**16 - 1}")
     for name in ("max_body_bytes", "keep_alive_s", "max_connections", "max_requests_per_client"):
         check_whole(name, getattr(arguments, name), 1)
-    if not 0 < arguments.body_s < float("inf"):
-        raise ValueError(f"body_s={arguments.body_s:g}: it must be above 0 seconds")
+    for name in ("body_s", "stall_s"):
+        if not 0 < (seconds := getattr(arguments, name)) < float("inf"):
+            raise ValueError(f"{name}={seconds:g}: it must be above 0 seconds")
     if not 0 <= arguments.drain_s < float("inf"):
         raise ValueError(f"drain_s={arguments.drain_s:g}: it must be 0 or more seconds")
     for origin in arguments.cors_origins:

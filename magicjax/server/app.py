@@ -155,8 +155,8 @@ class _Routes:
         return JSONResponse(responses.model_card(self._served, self._created))
 
     async def health(self, request: Request) -> Response:
-        ready = self._worker.error is None and not self._worker.draining
-        return Response(status_code=200 if ready else 503)
+        state = self._worker.state(self._options.stall_s)
+        return JSONResponse({"status": state}, 200 if state == "ok" else 503)
 
     async def metrics(self, request: Request) -> Response:
         text = prometheus_client.generate_latest(self._metrics.registry)

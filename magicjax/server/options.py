@@ -15,6 +15,7 @@ class ServerOptions:
       max_body_bytes: of a request.
       body_s: seconds in which a body must arrive.
       max_requests_per_client: the most open requests from one address.
+      stall_s: seconds without progress after which /health fails.
     """
 
     api_key: str | None
@@ -23,3 +24,4 @@ class ServerOptions:
     max_body_bytes: int
     body_s: float
     max_requests_per_client: int
+    stall_s: float

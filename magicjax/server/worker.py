@@ -110,6 +110,7 @@ class Worker:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._jobs: set[Job] = set()  # the event loop's
         self._closed = False
+        self._progress_s = time.monotonic()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         # The thread's:
         self._running: list[Job] = []
@@ -129,6 +130,17 @@ class Worker:
         """Whether new requests are refused."""
         return self._closed
 
+    def state(self, stall_s: float) -> str:
+        """Returns "ok", "draining", "failed", or "stalled".
+
+        The engine is stalled if requests wait and no step has ended for `stall_s` seconds.
+        """
+        if self.error is not None or not (self._thread.is_alive() or self._closed):
+            return "failed"
+        if self._jobs and time.monotonic() - self._progress_s > stall_s:
+            return "stalled"
+        return "draining" if self._closed else "ok"
+
     @property
     def num_jobs(self) -> int:
         return len(self._jobs)
@@ -145,6 +157,8 @@ class Worker:
             raise server_error("the server is shutting down", 503)
         self._loop = asyncio.get_running_loop()
         job = Job(generation)
+        if not self._jobs:  # the thread has waited for it
+            self._progress_s = time.monotonic()
         self._jobs.add(job)
         self._commands.put(lambda: self._submit(job))
         try:
@@ -192,6 +206,7 @@ class Worker:
                 if self._running and not self._stopped:
                     self._engine.step()
                     self._publish()
+                self._progress_s = time.monotonic()
         except Exception as error:
             logger.exception("the engine has failed: the server exits")
             self.error = error

@@ -21,7 +21,7 @@ NEW = 24
 SLOTS, QUEUE = 3, 4
 SECONDS = 60  # until something that is certain to happen has happened
 OPTIONS: dict = dict(api_key=None, allowed_hosts=(), cors_origins=(), max_body_bytes=2**20)
-OPTIONS |= dict(body_s=SECONDS, max_requests_per_client=100)
+OPTIONS |= dict(body_s=SECONDS, max_requests_per_client=100, stall_s=SECONDS)
 LIMITS = Limits(drain_s=5.0, keep_alive_s=SECONDS, max_connections=100)
 TEMPLATE = (
     "{% for m in messages %}"

@@ -260,6 +260,27 @@ def test_draining_cancels_what_takes_too_long(engine):
         assert whole.result().status_code == 503
 
 
+def test_health_fails_while_the_engine_is_stalled(engine):
+    def state() -> tuple[int, str]:
+        response = httpx.get(f"{server.url}/health")
+        return response.status_code, response.json()["status"]
+
+    with running(engine, stall_s=0.3) as server, ThreadPoolExecutor(1) as pool:
+        time.sleep(0.5)  # without requests there is no progress either
+        assert state() == (200, "ok")
+        with paused(server.worker):
+            request = pool.submit(server.post, "completions", json=LONG)
+            until(lambda: state() == (503, "stalled"))
+        assert request.result().status_code == 200
+        assert state() == (200, "ok")
+
+
+def test_health_fails_without_the_thread_of_the_engine(engine):
+    with running(engine) as server:
+        server.worker._commands.put(server.worker._stop)
+        until(lambda: httpx.get(f"{server.url}/health").json() == {"status": "failed"})
+
+
 def test_a_failed_step_is_500_for_all_and_ends_the_server(engine):
     def fail() -> None:
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
