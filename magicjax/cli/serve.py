@@ -81,8 +81,7 @@ def _add_engine(group: Any) -> None:
     group.add_argument(
         "--max-tokens",
         type=token_count,
-        default=DEFAULTS.max_tokens,
-        help=f"limit of the new tokens of any request; default: {DEFAULTS.max_tokens}",
+        help="limit of the new tokens of any request; default: the rest of --capacity",
     )
     group.add_argument(
         "--greedy",
@@ -256,7 +255,7 @@ def run(arguments: argparse.Namespace) -> int:
         target = text.unloaded_target(arguments, tokenizer, dtype)
         load = functools.partial(text.unloaded, dtype=arguments.dtype or dtype)
         drafter, tree = drafting.speculation(drafters, arguments.tree, load)
-        config = engine_config(arguments, adaptive=bool(drafters) and not arguments.no_adaptive)
+        config = engine_config(arguments, target, bool(drafters) and not arguments.no_adaptive)
         engine = magicjax.Engine(target, drafter, tree, config, mesh=mesh)
         worker = Worker(engine)
         _note("compiling; this takes seconds to minutes")
@@ -330,12 +329,15 @@ def _key(arguments: argparse.Namespace) -> str | None:
     return key
 
 
-def engine_config(arguments: argparse.Namespace, adaptive: bool) -> magicjax.EngineConfig:
+def engine_config(
+    arguments: argparse.Namespace, target: magicjax.Model, adaptive: bool
+) -> magicjax.EngineConfig:
     """Returns the configuration of the engine that the options describe."""
+    limit = arguments.max_tokens  # the engine uses at most capacity - 1
     return magicjax.EngineConfig(
         slots=arguments.slots,
         capacity=arguments.capacity,
-        max_tokens=arguments.max_tokens,
+        max_tokens=target.config.max_positions if limit is None else limit,
         sampling=not arguments.greedy,
         verifier=arguments.verifier,
         eos_token_id=() if arguments.ignore_eos else None,

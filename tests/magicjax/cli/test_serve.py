@@ -14,7 +14,9 @@ import openai
 import pytest
 
 from magicjax import loading
-from magicjax.cli.serve import API_KEY
+from magicjax.cli import main
+from magicjax.cli.serve import API_KEY, engine_config
+from tests.magicjax import tiny
 
 SECONDS = 120  # until a server in a process has compiled its programs
 REFUSED = {
@@ -72,6 +74,17 @@ def test_a_port_in_use_is_an_error_before_weights_are_loaded(directory, run, mon
         port = other.getsockname()[1]
         code, _, errors = run("serve", "--target", directory, "--port", port)
     assert code == 2 and f"--port {port}: Address already in use" in errors
+
+
+def test_new_tokens_are_limited_by_the_capacity_alone():
+    def limit(*options: str) -> int:
+        arguments = main.parser().parse_args(["serve", "--target", "x", *options])
+        target = tiny.model()
+        return engine_config(arguments, target, adaptive=False).for_target(target, None).max_tokens
+
+    assert limit("--capacity", "200") == 199
+    assert limit() == limit("--max-tokens", "999k") == tiny.model().config.max_positions - 1
+    assert limit("--capacity", "200", "--max-tokens", "50") == 50
 
 
 class Serving:
