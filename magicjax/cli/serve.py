@@ -1,6 +1,7 @@
 """`magicjax serve`: an HTTP server with OpenAI's API."""
 
 import argparse
+import dataclasses
 import functools
 import ipaddress
 import os
@@ -12,6 +13,9 @@ from typing import Any
 import magicjax
 from magicjax.checks import check_whole
 from magicjax.cli import drafting, options, text
+from magicjax.decoding import memory
+from magicjax.engine import memory_check
+from magicjax.engine.templates import validated
 from magicjax.model import DTYPES
 from magicjax.options import token_count
 from sharding import parse_mesh
@@ -69,8 +73,8 @@ def _add_engine(group: Any) -> None:
     group.add_argument(
         "--slots",
         type=int,
-        default=DEFAULTS.slots,
-        help=f"requests decoded at once; default: {DEFAULTS.slots}",
+        help=f"requests decoded at once; default: {DEFAULTS.slots}, or without --mesh fewer if the "
+        "caches are larger than the weights and 1 GB",
     )
     group.add_argument(
         "--capacity",
@@ -256,6 +260,10 @@ def run(arguments: argparse.Namespace) -> int:
         load = functools.partial(text.unloaded, dtype=arguments.dtype or dtype)
         drafter, tree = drafting.speculation(drafters, arguments.tree, load)
         config = engine_config(arguments, target, bool(drafters) and not arguments.no_adaptive)
+        used, row = validated(target, drafter, tree, config, mesh)
+        if arguments.slots is None and mesh is None:
+            slots = memory_check.proportionate_slots(row, used)
+            config, used = (dataclasses.replace(each, slots=slots) for each in (config, used))
         engine = magicjax.Engine(target, drafter, tree, config, mesh=mesh)
         worker = Worker(engine)
         _note("compiling; this takes seconds to minutes")
@@ -277,7 +285,13 @@ def run(arguments: argparse.Namespace) -> int:
             max_connections=arguments.max_connections,
         )
         app = create_app(worker, served, server_options)
-        _note(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}")
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        each = "" if mesh is None else " on each device"
+        _note(
+            f"serving {name} at {url} with {used.slots} slots of {used.capacity:,} tokens in "
+            f"{target.dtype.name}, drafter {' + '.join(drafters) or options.NONE}; memory{each}: "
+            f"{memory.count(memory_check.all_rows(row, used))}"
+        )
         return serve(app, worker, bound, limits)
 
 
@@ -335,7 +349,7 @@ def engine_config(
     """Returns the configuration of the engine that the options describe."""
     limit = arguments.max_tokens  # the engine uses at most capacity - 1
     return magicjax.EngineConfig(
-        slots=arguments.slots,
+        slots=DEFAULTS.slots if arguments.slots is None else arguments.slots,
         capacity=arguments.capacity,
         max_tokens=target.config.max_positions if limit is None else limit,
         sampling=not arguments.greedy,
