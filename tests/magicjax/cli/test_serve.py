@@ -131,13 +131,23 @@ def serving(directory, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_server_after_its_requests(serving, number):
-    stream = serving.stream(max_tokens=300)
+    ready = (
+        "with 2 slots of 400 tokens in float32, drafter prompt-lookup:4; memory: target's weights"
+    )
+    assert ready in "".join(serving.lines)
+    stream = serving.stream(max_tokens=300, n=16)
     next(stream)
     serving.process.send_signal(number)
+    while httpx.get(f"{serving.url}/health").status_code != 503:
+        time.sleep(0.01)
+    with pytest.raises(openai.InternalServerError, match="shutting down") as refused:
+        serving.client.with_options(max_retries=0).completions.create(model="tiny", prompt="x")
+    assert refused.value.status_code == 503
     reasons = [chunk.choices[0].finish_reason for chunk in stream]
-    assert reasons[-1] in ("length", "stop")
+    assert sum(reason in ("length", "stop") for reason in reasons) == 16
     assert serving.process.wait(SECONDS) == 0
-    assert "secret" not in "".join(serving.lines)
+    log = "".join(serving.lines)
+    assert "secret" not in log and " 503 total_s=" in log and " 200 ttft_s=" in log
 
 
 @pytest.mark.slow
