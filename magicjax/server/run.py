@@ -67,7 +67,7 @@ class Server(uvicorn.Server):
             access_log=False,  # the application has its own
             timeout_graceful_shutdown=FLUSH_S,
             timeout_keep_alive=limits.keep_alive_s,
-            limit_concurrency=limits.max_connections,
+            limit_concurrency=limits.max_connections + 1,  # the first number that is refused
             server_header=False,
         )
         super().__init__(config)

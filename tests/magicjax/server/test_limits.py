@@ -141,9 +141,12 @@ def test_a_connection_is_kept_for_later_requests(engine):
 
 
 def test_connections_are_limited(engine):
-    with running(engine, limits(max_connections=2)) as server, connect(server):
-        until(lambda: len(server.server.server_state.connections) == 1)
-        assert httpx.get(f"{server.url}/health").status_code == 503
+    with running(engine, limits(max_connections=1)) as server:
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        until(lambda: not server.server.server_state.connections)
+        with connect(server):
+            until(lambda: len(server.server.server_state.connections) == 1)
+            assert httpx.get(f"{server.url}/health").status_code == 503
 
 
 def test_open_requests_of_a_client_are_limited(engine):
