@@ -1,21 +1,31 @@
 """`magicjax serve`: an HTTP server with OpenAI's API."""
 
 import argparse
+import dataclasses
 import functools
 import ipaddress
 import os
 import pathlib
+import re
 import sys
 from typing import Any
 
 import magicjax
+from magicjax.checks import check_whole
 from magicjax.cli import drafting, options, text
+from magicjax.decoding import memory
+from magicjax.engine import memory_check
+from magicjax.engine.templates import validated
 from magicjax.model import DTYPES
 from magicjax.options import token_count
+from magicjax.verification.logprobs import MAX_ALTERNATIVES
 from sharding import parse_mesh
 
 API_KEY = "MAGICJAX_API_KEY"
 MAX_BODY_BYTES = 4 * 2**20
+MAX_CONNECTIONS = 1000  # many systems allow a process 1,024 files
+MAX_REQUESTS_PER_CLIENT = 256
+KEEP_ALIVE_S = 10
 GRAMMAR_STATES = 2048
 PACKAGES = {"starlette", "uvicorn", "prometheus_client", "pydantic", "pydantic_core"}
 TOOL_FORMATS = ("hermes", "llama3")
@@ -65,8 +75,8 @@ def _add_engine(group: Any) -> None:
     group.add_argument(
         "--slots",
         type=int,
-        default=DEFAULTS.slots,
-        help=f"requests decoded at once; default: {DEFAULTS.slots}",
+        help=f"requests decoded at once; default: {DEFAULTS.slots}, or without --mesh fewer if the "
+        "caches are larger than the weights and 1 GB",
     )
     group.add_argument(
         "--capacity",
@@ -77,21 +87,13 @@ def _add_engine(group: Any) -> None:
     group.add_argument(
         "--max-tokens",
         type=token_count,
-        default=DEFAULTS.max_tokens,
-        help=f"limit of the new tokens of any request; default: {DEFAULTS.max_tokens}",
+        help="limit of the new tokens of any request; default: the rest of --capacity",
     )
     group.add_argument(
         "--greedy",
         action="store_true",
         help="decode all requests greedily, which is faster; default: requests sample, with "
         "temperature 1 unless they give another; 0 is greedy",
-    )
-    group.add_argument(
-        "--logprobs",
-        type=int,
-        metavar="K",
-        help="compute log-probabilities of tokens and of K alternatives, 0 to 20, for requests "
-        "that ask for them; default: none",
     )
     group.add_argument(
         "--grammar-states",
@@ -138,6 +140,15 @@ def _add_engine(group: Any) -> None:
 def _add_server(group: Any) -> None:
     group.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1")
     group.add_argument("--port", type=int, default=8000, help="default: 8000; 0: a free one")
+    group.add_argument(
+        "--allowed-hosts",
+        type=names,
+        default=(),
+        metavar="NAMES",
+        help="names of the server, with commas, in addition to --host, localhost and all IP "
+        "addresses: requests to others are refused, because a web page can let its own name "
+        "resolve to this server; * for any",
+    )
     group.add_argument("--served-model-name", help="for clients; default: the name of --target")
     group.add_argument(
         "--api-key",
@@ -151,10 +162,55 @@ def _add_server(group: Any) -> None:
         help="of calls of tools; default: that of the chat template, if it is one of these",
     )
     group.add_argument(
+        "--api-key-file", type=pathlib.Path, metavar="FILE", help="a file with the key alone"
+    )
+    group.add_argument(
+        "--cors-origins",
+        type=names,
+        default=(),
+        metavar="ORIGINS",
+        help="of web pages that may use the server, with commas, such as https://app.example; "
+        "* for any; default: none",
+    )
+    group.add_argument(
         "--max-body-bytes",
         type=int,
         default=MAX_BODY_BYTES,
         help=f"of a request; default: {MAX_BODY_BYTES:,}",
+    )
+    group.add_argument(
+        "--body-s",
+        type=float,
+        default=30.0,
+        help="seconds in which the body of a request must arrive; default: 30",
+    )
+    group.add_argument(
+        "--keep-alive-s",
+        type=int,
+        default=KEEP_ALIVE_S,
+        help="seconds after which a connection without a request is closed; default: "
+        f"{KEEP_ALIVE_S}",
+    )
+    group.add_argument(
+        "--max-connections",
+        type=int,
+        default=MAX_CONNECTIONS,
+        help=f"at once; requests on others get 503; default: {MAX_CONNECTIONS:,}",
+    )
+    group.add_argument(
+        "--max-requests-per-client",
+        type=int,
+        default=MAX_REQUESTS_PER_CLIENT,
+        metavar="N",
+        help="open requests from one address; others get 429; default: "
+        f"{MAX_REQUESTS_PER_CLIENT:,}",
+    )
+    group.add_argument(
+        "--stall-s",
+        type=float,
+        default=120.0,
+        help="seconds after which /health fails if requests wait and no step of the engine has "
+        "ended; default: 120",
     )
     group.add_argument(
         "--drain-s",
@@ -163,6 +219,14 @@ def _add_server(group: Any) -> None:
         help="seconds that running requests may take after SIGTERM or Ctrl-C; a second signal "
         "ends the server at once; default: 30",
     )
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Returns the names of a list with commas: "a, b" is ("a", "b")."""
+    found = tuple(name.strip() for name in text.split(","))
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"{text!r} has an empty name: separate names by commas")
+    return found
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -174,8 +238,9 @@ def run(arguments: argparse.Namespace) -> int:
     """
     try:
         from magicjax.server.app import create_app
+        from magicjax.server.options import ServerOptions
         from magicjax.server.protocol import Served
-        from magicjax.server.run import bind
+        from magicjax.server.run import Limits, bind
         from magicjax.server.run import run as serve
         from magicjax.server.tool_calls import FORMATS
         from magicjax.server.worker import Worker
@@ -196,16 +261,40 @@ def run(arguments: argparse.Namespace) -> int:
         target = text.unloaded_target(arguments, tokenizer, dtype)
         load = functools.partial(text.unloaded, dtype=arguments.dtype or dtype)
         drafter, tree = drafting.speculation(drafters, arguments.tree, load)
-        config = engine_config(arguments, adaptive=bool(drafters) and not arguments.no_adaptive)
+        config = engine_config(arguments, target, bool(drafters) and not arguments.no_adaptive)
+        used, row = validated(target, drafter, tree, config, mesh)
+        if arguments.slots is None and mesh is None:
+            slots = memory_check.proportionate_slots(row, used)
+            config, used = (dataclasses.replace(each, slots=slots) for each in (config, used))
         engine = magicjax.Engine(target, drafter, tree, config, mesh=mesh)
         worker = Worker(engine)
         _note("compiling; this takes seconds to minutes")
         worker.warm_up()
         name = arguments.served_model_name or pathlib.Path(arguments.target).resolve().name
         served = Served(name, target, engine.config, FORMATS.get(arguments.tool_format))
-        app = create_app(worker, served, api_key=api_key, max_body_bytes=arguments.max_body_bytes)
-        _note(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}")
-        return serve(app, worker, bound, arguments.drain_s)
+        server_options = ServerOptions(
+            api_key=api_key,
+            allowed_hosts=(arguments.host, *arguments.allowed_hosts),
+            cors_origins=arguments.cors_origins,
+            max_body_bytes=arguments.max_body_bytes,
+            body_s=arguments.body_s,
+            max_requests_per_client=arguments.max_requests_per_client,
+            stall_s=arguments.stall_s,
+        )
+        limits = Limits(
+            drain_s=arguments.drain_s,
+            keep_alive_s=arguments.keep_alive_s,
+            max_connections=arguments.max_connections,
+        )
+        app = create_app(worker, served, server_options)
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        each = "" if mesh is None else " on each device"
+        _note(
+            f"serving {name} at {url} with {used.slots} slots of {used.capacity:,} tokens in "
+            f"{target.dtype.name}, drafter {' + '.join(drafters) or options.NONE}; memory{each}: "
+            f"{memory.count(memory_check.all_rows(row, used))}"
+        )
+        return serve(app, worker, bound, limits)
 
 
 def _drafters(arguments: argparse.Namespace) -> list[str]:
@@ -220,11 +309,33 @@ def _checked(arguments: argparse.Namespace) -> str | None:
     """Returns the API key; raises ValueError for invalid options."""
     if not 0 <= arguments.port < 2**16:
         raise ValueError(f"port={arguments.port}: it must be between 0 and {2**16 - 1}")
-    if arguments.max_body_bytes < 1:
-        raise ValueError(f"max_body_bytes={arguments.max_body_bytes}: it must be at least 1")
+    for name in ("max_body_bytes", "keep_alive_s", "max_connections", "max_requests_per_client"):
+        check_whole(name, getattr(arguments, name), 1)
+    for name in ("body_s", "stall_s"):
+        if not 0 < (seconds := getattr(arguments, name)) < float("inf"):
+            raise ValueError(f"{name}={seconds:g}: it must be above 0 seconds")
     if not 0 <= arguments.drain_s < float("inf"):
-        raise ValueError(f"drain_s={arguments.drain_s}: it must be 0 or more seconds")
-    key = os.environ.get(API_KEY) if arguments.api_key is None else arguments.api_key
+        raise ValueError(f"drain_s={arguments.drain_s:g}: it must be 0 or more seconds")
+    for origin in arguments.cors_origins:
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+            raise ValueError(
+                f"cors_origins={origin}: an origin has a scheme and no path, such as "
+                "https://app.example"
+            )
+    return _key(arguments)
+
+
+def _key(arguments: argparse.Namespace) -> str | None:
+    """Returns the API key; raises ValueError for one that no client can send."""
+    key, file = arguments.api_key, arguments.api_key_file
+    if file is not None and key is not None:
+        raise ValueError("--api-key and --api-key-file exclude each other: remove one of them")
+    if file is not None:
+        key = file.read_text().strip()
+        if not key:
+            raise ValueError(f"api_key_file={file}: the file is empty")
+    elif key is None:
+        key = os.environ.get(API_KEY)
     if key is not None and not key.strip():
         raise ValueError(f"the API key is empty: unset {API_KEY} and omit --api-key for no key")
     if key is not None and (key != key.strip() or not key.isascii()):
@@ -234,12 +345,15 @@ def _checked(arguments: argparse.Namespace) -> str | None:
     return key
 
 
-def engine_config(arguments: argparse.Namespace, adaptive: bool) -> magicjax.EngineConfig:
+def engine_config(
+    arguments: argparse.Namespace, target: magicjax.Model, adaptive: bool
+) -> magicjax.EngineConfig:
     """Returns the configuration of the engine that the options describe."""
+    limit = arguments.max_tokens  # the engine uses at most capacity - 1
     return magicjax.EngineConfig(
-        slots=arguments.slots,
+        slots=DEFAULTS.slots if arguments.slots is None else arguments.slots,
         capacity=arguments.capacity,
-        max_tokens=arguments.max_tokens,
+        max_tokens=target.config.max_positions if limit is None else limit,
         sampling=not arguments.greedy,
         verifier=arguments.verifier,
         prefill_chunk=arguments.prefill_chunk,
@@ -251,7 +365,7 @@ def engine_config(arguments: argparse.Namespace, adaptive: bool) -> magicjax.Eng
         host_prefix_bytes=arguments.host_prefix_bytes,
         grammar_states=arguments.grammar_states,
         logits_processors=True,
-        logprobs=arguments.logprobs,
+        logprobs=MAX_ALTERNATIVES,
         backend=arguments.backend,
     )
 

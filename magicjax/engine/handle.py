@@ -51,6 +51,7 @@ class RequestStats:
       queue_s: from `submit` to the start of prefill.
       ttft_s: time to first token, from `submit`; None if there was none.
       tpot_s: time per output token after the first ones that arrived; None if no others did.
+      itl_s: inter-token latencies: seconds between two arrivals of new tokens, one or several.
       total_s: from `submit` to the end.
     """
 
@@ -66,6 +67,7 @@ class RequestStats:
     queue_s: float
     ttft_s: float | None
     tpot_s: float | None
+    itl_s: tuple[float, ...]
     total_s: float
 
     @property
@@ -131,6 +133,8 @@ class Handle:
         self.prompt_logprobs: LogProbs | None = None
         self.histogram: tuple[int, ...] = ()
         self.drafted = self.emitted = 0
+        self._newest_s = 0.0
+        self._itl_s: list[float] = []
 
     @property
     def rounds(self) -> int:
@@ -180,8 +184,12 @@ class Handle:
         if self._text is not None:
             count, text = self._text.push(tokens.tolist())
             tokens = tokens[:count]
-        if self.first_s is None and len(tokens):
-            self.first_s, self.first_tokens = now, len(tokens)
+        if len(tokens):
+            if self.first_s is None:
+                self.first_s, self.first_tokens = now, len(tokens)
+            else:
+                self._itl_s.append(now - self._newest_s)
+            self._newest_s = now
         self._tokens += tokens.tolist()
         requested = _requested(logprobs, len(tokens), self.request.params.logprobs)
         self._logprobs.append(requested)
@@ -221,6 +229,7 @@ class Handle:
             queue_s=(now if self.started_s is None else self.started_s) - request.submitted_s,
             ttft_s=ttft_s,
             tpot_s=tpot_s,
+            itl_s=tuple(self._itl_s),
             total_s=now - request.submitted_s,
         )
 

@@ -9,6 +9,7 @@ from magicjax.engine.config import EngineConfig
 from magicjax.model import CAPACITY_MULTIPLE
 
 MAX_DEFAULT_PREFIXES = 4
+SMALL_BYTES = 1e9  # of caches that need not be smaller than the weights
 
 
 def num_prefixes(row: Request, config: EngineConfig) -> int:
@@ -18,6 +19,28 @@ def num_prefixes(row: Request, config: EngineConfig) -> int:
     if row.prefill_settings.stats_spec.total:  # prompts cannot be reused
         return 0
     return min(MAX_DEFAULT_PREFIXES, config.slots)
+
+
+def all_rows(row: Request, config: EngineConfig) -> Request:
+    """Returns a request with as many rows as a group of devices has: slots, prefill, prefixes."""
+    slots = config.slots // row.settings.groups
+    rows = slots + config.prefill_rows + num_prefixes(row, config)
+    return dataclasses.replace(row, prompts=row.prompts * rows)
+
+
+def proportionate_slots(row: Request, config: EngineConfig) -> int:
+    """Returns the slots of which all rows take no more than the weights or 1 GB.
+
+    The configuration's slots are halved until they do, or 1 is left.
+    """
+    limit = max(memory.count(row).weights, SMALL_BYTES)
+    slots = config.slots
+    while slots > 1:
+        rows = all_rows(row, dataclasses.replace(config, slots=slots))
+        if sum(rows.kv_bytes) <= limit:
+            break
+        slots //= 2
+    return slots
 
 
 def check_prefixes(row: Request, config: EngineConfig) -> None:
@@ -85,5 +108,4 @@ def check(row: Request, config: EngineConfig, available: float | None = None) ->
         f"an engine with slots={slots} of capacity={capacity}, {prefills} rows for prefill and "
         f"{prefixes} for prefixes"
     )
-    everything = dataclasses.replace(row, prompts=row.prompts * rows)
-    memory.check_workload(everything, workload, remedy, available)
+    memory.check_workload(all_rows(row, config), workload, remedy, available)

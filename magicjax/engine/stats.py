@@ -1,12 +1,26 @@
 """Statistics of an engine."""
 
+import collections
 import dataclasses
 from collections.abc import Iterable
+
+import numpy as np
 
 from magicjax.decoding.controller import Arm, Probes
 from magicjax.engine.handle import FINISH_REASONS, Result
 from magicjax.engine.prefix_store import PrefixStore
 from magicjax.engine.scheduler import Scheduler
+
+WINDOW = 1024  # the newest values of each time, of which percentiles are taken
+
+
+@dataclasses.dataclass(frozen=True)
+class Percentiles:
+    """Percentiles of the newest values."""
+
+    p50: float
+    p90: float
+    p99: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +45,8 @@ class EngineStats:
       rounds_by_arm: rounds of the loop by what drafted, and the depth of its tree.
       probe_rounds: of the loop, that measured the acceptance of an idle drafter.
       probe_lost_s: seconds of these rounds, beyond those that their tokens would have taken.
+      queue_s, ttft_s, tpot_s, itl_s: percentiles of the newest 1,024 values of `RequestStats` of
+        finished requests, cancelled ones excluded; None without a value.
     """
 
     finished: dict[str, int]
@@ -52,6 +68,10 @@ class EngineStats:
     rounds_by_arm: dict[Arm, int]
     probe_rounds: int
     probe_lost_s: float
+    queue_s: Percentiles | None
+    ttft_s: Percentiles | None
+    tpot_s: Percentiles | None
+    itl_s: Percentiles | None
 
 
 class Counters:
@@ -63,6 +83,12 @@ class Counters:
         self.steps = self.new_tokens = 0
         self.loop_s = self.prefill_s = self.host_s = 0.0
         self.rounds_by_arm = dict.fromkeys(arms, 0)
+        self._newest = {
+            name: collections.deque[float](maxlen=WINDOW)
+            for name in ("queue_s", "ttft_s", "tpot_s", "itl_s")
+        }
+        self._percentiles: dict[str, Percentiles | None] = dict.fromkeys(self._newest)
+        self._changed = False  # since the percentiles were computed
 
     @property
     def device_s(self) -> float:
@@ -73,12 +99,25 @@ class Counters:
         """Counts a finished request."""
         self.finished[result.finish_reason] += 1
         self.new_tokens += len(result.tokens)
+        if result.finish_reason == "cancelled":
+            return
+        stats, newest = result.stats, self._newest
+        newest["queue_s"].append(stats.queue_s)
+        if stats.ttft_s is not None:
+            newest["ttft_s"].append(stats.ttft_s)
+        if stats.tpot_s is not None:
+            newest["tpot_s"].append(stats.tpot_s)
+        newest["itl_s"].extend(stats.itl_s)
+        self._changed = True
 
     def stats(
         self, scheduler: Scheduler, store: PrefixStore, kv_bytes: int, probes: Probes
     ) -> EngineStats:
         """Returns the statistics so far."""
         seconds = self.device_s + self.host_s
+        if self._changed:  # a server reads the statistics after every step
+            self._percentiles = {name: _percentiles(each) for name, each in self._newest.items()}
+            self._changed = False
         return EngineStats(
             finished=dict(self.finished),
             waiting=len(scheduler.waiting) + len(scheduler.prefilling),
@@ -99,4 +138,10 @@ class Counters:
             rounds_by_arm=dict(self.rounds_by_arm),
             probe_rounds=probes.probed,
             probe_lost_s=probes.lost_s,
+            **self._percentiles,
         )
+
+
+def _percentiles(values: Iterable[float]) -> Percentiles | None:
+    array = np.fromiter(values, float)
+    return Percentiles(*np.percentile(array, (50, 90, 99)).tolist()) if len(array) else None

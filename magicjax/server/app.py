@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import concurrent.futures
+import dataclasses
 import hmac
 import importlib.resources
 import json
@@ -14,6 +15,8 @@ import numpy as np
 import prometheus_client
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -23,6 +26,8 @@ from magicjax.engine.handle import Result
 from magicjax.server import protocol, responses
 from magicjax.server.errors import ApiError, server_error
 from magicjax.server.metrics import Metrics
+from magicjax.server.middleware import AccessLog, ClientLimit, HostCheck
+from magicjax.server.options import ServerOptions
 from magicjax.server.protocol import Generation, Served
 from magicjax.server.worker import Job, Snapshot, Worker
 
@@ -40,22 +45,15 @@ Parse = Callable[[bytes, Served], Generation]
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def create_app(
-    worker: Worker,
-    served: Served,
-    *,
-    api_key: str | None,
-    max_body_bytes: int,
-) -> Starlette:
+def create_app(worker: Worker, served: Served, options: ServerOptions) -> Starlette:
     """Returns the application.
 
     Args:
       worker: of the engine.
       served: what it serves; the target has a tokenizer.
-      api_key: which requests to /v1/ must have; None: none.
-      max_body_bytes: of a request.
+      options: of the server.
     """
-    routes = _Routes(worker, served, api_key, max_body_bytes)
+    routes = _Routes(worker, served, options)
     completions = routes.generating(protocol.parse_completion)
     chat = routes.generating(protocol.parse_chat)
     handlers: dict[Any, Any] = {ApiError: _error, HTTPException: _http_error, Exception: _bug}
@@ -70,6 +68,17 @@ def create_app(
             Route("/status", routes.status),
             Route("/", routes.index),
         ],
+        middleware=[
+            Middleware(AccessLog),
+            Middleware(HostCheck, names=options.allowed_hosts),
+            Middleware(ClientLimit, limit=options.max_requests_per_client),
+            Middleware(
+                CORSMiddleware,
+                allow_origins=options.cors_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+            ),
+        ],
         exception_handlers=handlers,
     )
 
@@ -77,11 +86,10 @@ def create_app(
 class _Routes:
     """Handlers of requests."""
 
-    def __init__(self, worker: Worker, served: Served, api_key: str | None, max_body_bytes: int):
+    def __init__(self, worker: Worker, served: Served, options: ServerOptions):
         tokenizer = served.target.tokenizer
         tokenizer("")  # sets truncation and padding once: from now on threads only read it
-        self._worker, self._served = worker, served
-        self._api_key, self._max_body_bytes = api_key, max_body_bytes
+        self._worker, self._served, self._options = worker, served, options
         self._texts, self._created = responses.token_text(tokenizer), int(time.time())
         self._metrics = Metrics(lambda: worker.snapshot, served.config.slots)
         worker.on_result = self._metrics.count
@@ -94,9 +102,12 @@ class _Routes:
         """Returns the handler for requests with the key."""
 
         async def check(request: Request) -> Response:
-            given = request.headers.get("authorization", "").encode()
-            expected = f"Bearer {self._api_key}".encode()
-            if self._api_key is not None and not hmac.compare_digest(given, expected):
+            scheme, _, given = request.headers.get("authorization", "").partition(" ")
+            key = self._options.api_key
+            if key is not None and not (
+                scheme.lower() == "bearer"
+                and hmac.compare_digest(given.strip().encode(), key.encode())
+            ):
                 raise ApiError(
                     401,
                     "the API key is missing or wrong: send Authorization: Bearer KEY",
@@ -112,19 +123,20 @@ class _Routes:
 
         async def handle(request: Request) -> Response:
             try:
-                data = await _body(request, self._max_body_bytes)
+                data = await _body(request, self._options)
             except ClientDisconnect:
                 return Response(status_code=CLOSED)
-            return await _unless_disconnected(request, self._respond(parse, data))
+            return await _unless_disconnected(request, self._respond(request, parse, data))
 
         return handle
 
-    async def _respond(self, parse: Parse, data: bytes) -> Response:
+    async def _respond(self, request: Request, parse: Parse, data: bytes) -> Response:
         served = self._served
         executor = self._compiling if any(field in data for field in WITH_GRAMMARS) else None
         loop = asyncio.get_running_loop()
         generation = await loop.run_in_executor(executor, parse, data, served)
         job = await self._worker.submit(generation)
+        request.state.job = job  # for the access log
         if generation.stream:
             return _JobStream(self._worker, job, _chunks(job, served, self._texts))
         try:
@@ -144,8 +156,8 @@ class _Routes:
         return JSONResponse(responses.model_card(self._served, self._created))
 
     async def health(self, request: Request) -> Response:
-        ready = self._worker.error is None and not self._worker.draining
-        return Response(status_code=200 if ready else 503)
+        state = self._worker.state(self._options.stall_s)
+        return JSONResponse({"status": state}, 200 if state == "ok" else 503)
 
     async def metrics(self, request: Request) -> Response:
         text = prometheus_client.generate_latest(self._metrics.registry)
@@ -171,9 +183,10 @@ async def _bug(request: Request, _: Exception) -> Response:
     return await _error(request, server_error("internal error"))
 
 
-async def _body(request: Request, limit: int) -> bytes:
-    """Returns the body of a request; raises ApiError (413, 415)."""
-    # A web page of another origin cannot send this type without asking the server first.
+async def _body(request: Request, options: ServerOptions) -> bytes:
+    """Returns the body of a request; raises ApiError (408, 413, 415)."""
+    limit = options.max_body_bytes
+    # A web page of another origin cannot send this type unless the server allows the origin.
     if (
         request.headers.get("content-type", "").partition(";")[0].strip().lower()
         != "application/json"
@@ -184,10 +197,18 @@ async def _body(request: Request, limit: int) -> bytes:
     if not length.isascii() or not length.isdigit() or int(length) > limit:
         raise too_large
     data = bytearray()
-    async for part in request.stream():
-        data += part
-        if len(data) > limit:
-            raise too_large
+    try:
+        async with asyncio.timeout(options.body_s):
+            async for part in request.stream():
+                data += part
+                if len(data) > limit:
+                    raise too_large
+    except TimeoutError:
+        raise ApiError(
+            408,
+            f"the body has not arrived within {options.body_s:g} s, the limit of the server",
+            headers={"Connection": "close"},
+        ) from None
     return bytes(data)
 
 
@@ -294,6 +315,7 @@ def _state(served: Served, now: Snapshot, before: Snapshot, seconds: float) -> d
     """Returns what the status page shows; rates are those since the snapshot before."""
     stats, rounds = now.stats, now.rounds - before.rounds
     tokens = now.tokens - before.tokens
+    times = dict(queue=stats.queue_s, ttft=stats.ttft_s, tpot=stats.tpot_s, itl=stats.itl_s)
     return dict(
         model=served.name,
         slots=served.config.slots,
@@ -306,6 +328,7 @@ def _state(served: Served, now: Snapshot, before: Snapshot, seconds: float) -> d
         finished=stats.finished,
         prefix_hits=stats.prefix_hits,
         prefix_lookups=stats.prefix_lookups,
+        times={name: each and dataclasses.asdict(each) for name, each in times.items()},
     )
 
 

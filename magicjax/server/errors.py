@@ -6,6 +6,17 @@ from typing import Any
 
 from magicjax.engine.scheduler import QueueFullError
 
+# Errors of the engine name its Python arguments; clients of the server know its options.
+OPTIONS = {
+    r"create the engine with sampling=True": "start the server without --greedy",
+    r"create the engine with a larger capacity": "start the server with a larger --capacity",
+    r"create the engine with at least (\d+)": r"start the server with --grammar-states \1",
+    r"the engine's grammar_states=": "the server's --grammar-states ",
+    r"\bcapacity=": "--capacity ",
+    r"the limit of the engine, or None for": "the limit of the server (--max-tokens); omit it for",
+    r"or None for as many": "omit the limit for as many",
+    r"\b(an|the) engine\b": "the server",
+}
 RETRY_AFTER_S = 1  # a slot is free when the shortest request ends; clients back off further
 
 
@@ -46,6 +57,12 @@ def server_error(message: str, status: int = 500) -> ApiError:
     return ApiError(status, message, type="server_error")
 
 
+def too_many_requests(message: str, code: str) -> ApiError:
+    """Returns an error that asks the client to try again later."""
+    headers = {"Retry-After": str(RETRY_AFTER_S)}
+    return ApiError(429, message, type="rate_limit_error", code=code, headers=headers)
+
+
 def refused(error: Exception, fields: Mapping[str, str]) -> ApiError:
     """Returns the answer to an error of `Engine.submit`.
 
@@ -54,13 +71,7 @@ def refused(error: Exception, fields: Mapping[str, str]) -> ApiError:
       fields: the body's fields for parameters of other names.
     """
     if isinstance(error, QueueFullError):
-        return ApiError(
-            429,
-            "the queue is full: try again later",
-            type="rate_limit_error",
-            code="queue_full",
-            headers={"Retry-After": str(RETRY_AFTER_S)},
-        )
+        return too_many_requests("the queue is full: try again later", "queue_full")
     if not isinstance(error, ValueError | TypeError):
         return server_error(f"the request failed: {type(error).__name__}")
     message = str(error)
@@ -68,4 +79,6 @@ def refused(error: Exception, fields: Mapping[str, str]) -> ApiError:
         message = re.sub(rf"\b{parameter}=", f"{field}=", message, count=1)
     named = re.match(r"(\w+)=", message)
     code = "context_length_exceeded" if "capacity=" in message else None
+    for pattern, words in OPTIONS.items():
+        message = re.sub(pattern, words, message)
     return ApiError(400, message, param=named and named[1], code=code)

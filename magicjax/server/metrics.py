@@ -43,6 +43,9 @@ class Metrics:
         self._tpot = histogram(
             "time_per_output_token_seconds", "Time per output token after the first", TOKEN_SECONDS
         )
+        self._itl = histogram(
+            "inter_token_latency_seconds", "Between two arrivals of new tokens", TOKEN_SECONDS
+        )
         self._total = histogram("request_seconds", "From arrival to the end", SECONDS)
 
     def count(self, result: Result) -> None:
@@ -60,6 +63,8 @@ class Metrics:
             self._ttft.observe(stats.ttft_s)
         if stats.tpot_s is not None:
             self._tpot.observe(stats.tpot_s)
+        for seconds in stats.itl_s:
+            self._itl.observe(seconds)
 
 
 class _OfEngine(Collector):

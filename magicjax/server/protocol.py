@@ -1,6 +1,7 @@
 """Requests as OpenAI's clients send them, as prompts and parameters for the engine."""
 
 import dataclasses
+import functools
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -45,6 +46,11 @@ class Served:
         """The most tokens of a request, prompt and new ones."""
         assert self.config.capacity is not None
         return self.config.capacity
+
+    @functools.cached_property
+    def max_characters(self) -> int:
+        """The most characters of a prompt: longer ones exceed the capacity in any tokens."""
+        return self.capacity * max(map(len, self.target.tokenizer.get_vocab()))
 
     @property
     def eos(self) -> Sequence[int]:
@@ -94,6 +100,9 @@ def parse_completion(data: bytes, served: Served) -> Generation:
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         prompt = [prompt]
     n = _checked_count(body, len(prompt), served.config)
+    for one in prompt:
+        if isinstance(one, str):
+            _check_characters(len(one), "prompt", served)
     prompts = _tokens(lambda: token_ids(served.target, prompt), "prompt")
     limit = body.max_tokens
     if limit is None:  # the client's choice can be refused, the default cannot
@@ -136,6 +145,9 @@ def parse_chat(data: bytes, served: Served) -> Generation:
     tools = tool_calls.tools_of(body, tokenizer, served.tool_format)
     definitions = None if tools is None else tools.definitions
     params = _params(body, served, fields, limit, logprobs, tools=tools)
+    texts = [message["content"] or "" for message in messages]
+    texts += map(str, [*(kwargs or {}).values(), *(definitions or ())])
+    _check_characters(sum(map(len, texts)), "messages", served)
 
     def prompts() -> list[Int[np.ndarray, "T"]]:
         tokens = chat_tokens(tokenizer, messages, kwargs, definitions)
@@ -203,6 +215,18 @@ def _checked_count(body: CompletionBody | ChatBody, prompts: int, config: Engine
             param="prompt",
         )
     return n
+
+
+def _check_characters(count: int, field: str, served: Served) -> None:
+    """Raises ApiError for a text that would take long to tokenize and cannot fit."""
+    if count > served.max_characters:
+        raise ApiError(
+            400,
+            f"{field}: {count:,} characters exceed the {served.capacity:,} tokens of --capacity, "
+            f"which have at most {served.max_characters:,}: shorten the text",
+            param=field,
+            code="context_length_exceeded",
+        )
 
 
 def _temperature(body: CompletionBody | ChatBody, config: EngineConfig) -> float:

@@ -1,16 +1,22 @@
 """Runs the server in the main thread until a signal ends it."""
 
 import asyncio
+import dataclasses
 import signal
 import socket
+import time
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.config import LOGGING_CONFIG
 
 from magicjax.server.worker import Worker
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+TO_STDERR = {"handlers": ["default"], "level": "INFO", "propagate": False}
+LOGGERS = LOGGING_CONFIG["loggers"] | {"magicjax.server": TO_STDERR}
 FLUSH_S = 5  # for clients to read the last answers
 FAILED = 1  # exit code
 
@@ -31,6 +37,21 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Limits of time and connections.
+
+    Attributes:
+      drain_s: seconds that running requests may take after a signal.
+      keep_alive_s: seconds after which a connection without a request is closed.
+      max_connections: at once; requests on others get 503.
+    """
+
+    drain_s: float
+    keep_alive_s: int
+    max_connections: int
+
+
 class Server(uvicorn.Server):
     """A server that drains after the first signal; the second one ends the process at once.
 
@@ -38,14 +59,23 @@ class Server(uvicorn.Server):
       draining: set it to end the server.
     """
 
-    def __init__(self, app: Starlette, worker: Worker, drain_s: float):
-        """The server of an application; running requests may take `drain_s` after a signal."""
-        super().__init__(
-            uvicorn.Config(app, timeout_graceful_shutdown=FLUSH_S, server_header=False)
+    def __init__(self, app: Starlette, worker: Worker, limits: Limits):
+        """The server of an application."""
+        config = uvicorn.Config(
+            app,
+            log_config=LOGGING_CONFIG | {"loggers": LOGGERS},
+            access_log=False,  # the application has its own
+            timeout_graceful_shutdown=FLUSH_S,
+            timeout_keep_alive=limits.keep_alive_s,
+            limit_concurrency=limits.max_connections + 1,  # the first number that is refused
+            server_header=False,
         )
+        super().__init__(config)
         self.draining = False
-        self._worker, self._drain_s = worker, drain_s
+        self._worker, self._limits = worker, limits
         self._drain: asyncio.Task[None] | None = None
+        # By connection: its newest request, and since when this one has ended.
+        self._idle: dict[Any, tuple[Any, float]] = {}
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         for each in SIGNALS:
@@ -54,17 +84,36 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         if self.draining and self._drain is None:
-            self._drain = asyncio.create_task(self._worker.drain(self._drain_s))
+            self._drain = asyncio.create_task(self._worker.drain(self._limits.drain_s))
+        self._close_idle()
         drained = self._drain is not None and self._drain.done()
         self.should_exit = drained or self._worker.error is not None
         return await super().on_tick(counter)
+
+    def _close_idle(self) -> None:
+        """Closes connections on which no request has begun for long.
+
+        uvicorn does so after an answer only, and not while a client sends parts of a header.
+        """
+        before, now, self._idle = self._idle, time.monotonic(), {}
+        for connection in list(self.server_state.connections):
+            newest: Any = getattr(connection, "cycle", None)
+            if newest is not None and not newest.response_complete:
+                continue
+            request, since = before.get(connection, (newest, now))
+            if request is not newest:
+                since = now
+            if now - since > self._limits.keep_alive_s:
+                connection.transport.close()
+            else:
+                self._idle[connection] = newest, since
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
         await self._worker.stop()
 
 
-def run(app: Starlette, worker: Worker, bound: socket.socket, drain_s: float) -> int:
+def run(app: Starlette, worker: Worker, bound: socket.socket, limits: Limits) -> int:
     """Serves until a signal arrives or the engine fails; returns the exit code."""
-    Server(app, worker, drain_s).run([bound])
+    Server(app, worker, limits).run([bound])
     return 0 if worker.error is None else FAILED

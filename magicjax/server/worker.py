@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import queue
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 
 from magicjax.engine.engine import Engine
@@ -58,6 +59,8 @@ class Job:
       arrived: what `events` yields, or an error.
       num_choices: prompts times samples.
       missing: choices without a result; the event loop's.
+      first_s: when the first token arrived, on `time.monotonic`; None before. The event loop's.
+      new_tokens: that have arrived; the event loop's.
       handles: by index of the choice, the samples of the first prompt first; the thread's.
       unfinished: those without a result; the thread's.
     """
@@ -67,6 +70,8 @@ class Job:
         self.accepted: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.arrived: asyncio.Queue[Arrived | ApiError] = asyncio.Queue()
         self.num_choices = self.missing = len(generation.prompts) * generation.n
+        self.first_s: float | None = None
+        self.new_tokens = 0
         self.handles: list[Handle] = []
         self.unfinished: dict[int, Handle] = {}
 
@@ -105,6 +110,7 @@ class Worker:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._jobs: set[Job] = set()  # the event loop's
         self._closed = False
+        self._progress_s = time.monotonic()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         # The thread's:
         self._running: list[Job] = []
@@ -124,6 +130,17 @@ class Worker:
         """Whether new requests are refused."""
         return self._closed
 
+    def state(self, stall_s: float) -> str:
+        """Returns "ok", "draining", "failed", or "stalled".
+
+        The engine is stalled if requests wait and no step has ended for `stall_s` seconds.
+        """
+        if self.error is not None or not (self._thread.is_alive() or self._closed):
+            return "failed"
+        if self._jobs and time.monotonic() - self._progress_s > stall_s:
+            return "stalled"
+        return "draining" if self._closed else "ok"
+
     @property
     def num_jobs(self) -> int:
         return len(self._jobs)
@@ -140,6 +157,8 @@ class Worker:
             raise server_error("the server is shutting down", 503)
         self._loop = asyncio.get_running_loop()
         job = Job(generation)
+        if not self._jobs:  # the thread has waited for it
+            self._progress_s = time.monotonic()
         self._jobs.add(job)
         self._commands.put(lambda: self._submit(job))
         try:
@@ -187,6 +206,7 @@ class Worker:
                 if self._running and not self._stopped:
                     self._engine.step()
                     self._publish()
+                self._progress_s = time.monotonic()
         except Exception as error:
             logger.exception("the engine has failed: the server exits")
             self.error = error
@@ -268,6 +288,10 @@ class Worker:
                 job.missing -= 1
                 if not job.missing:
                     self._jobs.discard(job)
+                continue
+            job.new_tokens += len(event.value.tokens)
+            if job.first_s is None and job.new_tokens:
+                job.first_s = time.monotonic()
 
     def _fail(self) -> None:
         """Answers all jobs with 500."""

@@ -14,7 +14,9 @@ import openai
 import pytest
 
 from magicjax import loading
-from magicjax.cli.serve import API_KEY
+from magicjax.cli import main
+from magicjax.cli.serve import API_KEY, engine_config
+from tests.magicjax import tiny
 
 SECONDS = 120  # until a server in a process has compiled its programs
 REFUSED = {
@@ -40,9 +42,18 @@ REFUSED = {
         ["--greedy", "--drafter", "self:streaming:16:draw=with_replacement"],
         "draw has no effect in greedy decoding, with --greedy: remove it from self:streaming:16",
     ),
-    "logprobs": (["--logprobs", 21], "--logprobs 21: it must be at most 20"),
     "devices": (["--mesh", "model=64"], "64"),
     "port": (["--port", 65536], "--port 65536: it must be between 0 and 65535"),
+    "hosts": (["--allowed-hosts", "a,,b"], "'a,,b' has an empty name: separate names by commas"),
+    "seconds": (["--body-s", 0], "--body-s 0: it must be above 0 seconds"),
+    "connections": (["--max-connections", 0], "--max-connections 0: it must be at least 1"),
+    "origins": (["--cors-origins", "app.example"], "--cors-origins app.example: an origin has a"),
+    "two keys": (["--api-key", "a", "--api-key-file", "b"], "--api-key-file exclude each other"),
+    "a missing file": (["--api-key-file", "missing"], "No such file or directory: 'missing'"),
+    "an empty file": (
+        ["--api-key-file", os.devnull],
+        "--api-key-file /dev/null: the file is empty",
+    ),
     "a key with spaces": (["--api-key", " a"], "the API key has spaces at its ends or letters"),
     "key": (["--api-key", " "], "the API key is empty: unset MAGICJAX_API_KEY and omit --api-key"),
 }
@@ -64,6 +75,17 @@ def test_a_port_in_use_is_an_error_before_weights_are_loaded(directory, run, mon
     assert code == 2 and f"--port {port}: Address already in use" in errors
 
 
+def test_new_tokens_are_limited_by_the_capacity_alone():
+    def limit(*options: str) -> int:
+        arguments = main.parser().parse_args(["serve", "--target", "x", *options])
+        target = tiny.model()
+        return engine_config(arguments, target, adaptive=False).for_target(target, None).max_tokens
+
+    assert limit("--capacity", "200") == 199
+    assert limit() == limit("--max-tokens", "999k") == tiny.model().config.max_positions - 1
+    assert limit("--capacity", "200", "--max-tokens", "50") == 50
+
+
 class Serving:
     """`magicjax serve` in a process, on a free port."""
 
@@ -73,7 +95,7 @@ class Serving:
             command,
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | {API_KEY: "secret"} | environment,
+            env=os.environ | {API_KEY: "another"} | environment,
         )
         self.lines: list[str] = []
         threading.Thread(target=self._read, daemon=True).start()
@@ -94,8 +116,11 @@ class Serving:
 
 
 @pytest.fixture
-def serving(directory):
+def serving(directory, tmp_path):
     options = ("--capacity", 400, "--max-tokens", 300, "--rounds-per-step", 1, "--slots", 2)
+    key = tmp_path / "key"
+    key.write_text("secret\n")
+    options += ("--api-key-file", key)
     made = Serving("--target", directory, "--dtype", "float32", *options)
     yield made
     made.process.kill()
@@ -105,13 +130,23 @@ def serving(directory):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_server_after_its_requests(serving, number):
-    stream = serving.stream(max_tokens=300)
+    ready = (
+        "with 2 slots of 400 tokens in float32, drafter prompt-lookup:4; memory: target's weights"
+    )
+    assert ready in "".join(serving.lines)
+    stream = serving.stream(max_tokens=300, n=16)
     next(stream)
     serving.process.send_signal(number)
+    while httpx.get(f"{serving.url}/health").status_code != 503:
+        time.sleep(0.01)
+    with pytest.raises(openai.InternalServerError, match="shutting down") as refused:
+        serving.client.with_options(max_retries=0).completions.create(model="tiny", prompt="x")
+    assert refused.value.status_code == 503
     reasons = [chunk.choices[0].finish_reason for chunk in stream]
-    assert reasons[-1] in ("length", "stop")
+    assert sum(reason in ("length", "stop") for reason in reasons) == 16
     assert serving.process.wait(SECONDS) == 0
-    assert "secret" not in "".join(serving.lines)
+    log = "".join(serving.lines)
+    assert "secret" not in log and " 503 total_s=" in log and " 200 ttft_s=" in log
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """An engine that does not fit the free memory is refused before its caches are allocated."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,9 +11,9 @@ from magicjax.decoding import memory, program_cache
 from magicjax.decoding.preparation import capacity_of
 from magicjax.decoding.request import Request
 from magicjax.engine import engine as engine_module
-from magicjax.engine import templates
+from magicjax.engine import memory_check, templates
 from magicjax.engine.config import MAX_PREFILLS
-from magicjax.engine.memory_check import check
+from magicjax.engine.memory_check import check, proportionate_slots
 from magicjax.parallel import offloading
 from tests.magicjax import tiny
 from tests.magicjax.engine import engines
@@ -44,6 +45,25 @@ def test_slots_prefill_and_prefixes_count(name, stored):
     check_engine(rows * size, name, prefix_bytes=prefix_bytes)
     with pytest.raises(memory.OutOfMemoryError, match=f"an engine with slots={SLOTS} of capacity"):
         check_engine(rows * size - 1, name, prefix_bytes=prefix_bytes)
+
+
+@pytest.mark.parametrize("name", ["plain", "small", "streaming"])
+def test_caches_are_in_proportion_to_the_weights(name, monkeypatch):
+    def slots(limit: float, **options) -> int:
+        monkeypatch.setattr(memory_check, "SMALL_BYTES", limit)
+        config, row = validated(name, slots=8, **options)
+        return proportionate_slots(row, config)
+
+    size = row_bytes(name)
+    weights = (4 + MAX_PREFILLS + 4) * size
+    monkeypatch.setattr(memory, "count", lambda _: SimpleNamespace(weights=weights))
+    assert slots(0) == slots(weights + size) == 4
+    monkeypatch.setattr(memory, "count", lambda _: SimpleNamespace(weights=0))
+    assert slots((8 + MAX_PREFILLS + 4) * size) == 8
+    assert slots((8 + MAX_PREFILLS + 4) * size - 1) == 4
+    assert slots((4 + MAX_PREFILLS + 4) * size - 1) == 2
+    assert slots((8 + MAX_PREFILLS) * size, prefix_bytes=0) == 8
+    assert slots(0) == 1
 
 
 @pytest.mark.parametrize("stored", [None, 3])

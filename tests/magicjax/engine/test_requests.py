@@ -146,6 +146,9 @@ def test_statistics_of_requests_and_of_the_engine():
         assert own.prefilled_tokens == len(prompt) and own.reused_tokens == 0
         assert own.tau == pytest.approx((engines.NEW - 1) / own.rounds)
         assert 0 <= own.queue_s <= own.ttft_s <= own.total_s and own.tpot_s > 0
+        assert own.itl_s and own.ttft_s + sum(own.itl_s) <= own.total_s + 1e-6
+    assert stats.ttft_s.p50 == np.median([handle.result().stats.ttft_s for handle in handles])
+    assert stats.itl_s.p50 <= stats.itl_s.p99
 
 
 @struct.dataclass

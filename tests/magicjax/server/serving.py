@@ -11,14 +11,18 @@ import openai
 
 import magicjax
 from magicjax.server.app import create_app
+from magicjax.server.options import ServerOptions
 from magicjax.server.protocol import Served
-from magicjax.server.run import Server, bind
+from magicjax.server.run import Limits, Server, bind
 from magicjax.server.worker import Worker
 
 NAME = "tiny"
 NEW = 24
 SLOTS, QUEUE = 3, 4
 SECONDS = 60  # until something that is certain to happen has happened
+OPTIONS: dict = dict(api_key=None, allowed_hosts=(), cors_origins=(), max_body_bytes=2**20)
+OPTIONS |= dict(body_s=SECONDS, max_requests_per_client=100, stall_s=SECONDS)
+LIMITS = Limits(drain_s=5.0, keep_alive_s=SECONDS, max_connections=100)
 TEMPLATE = (
     "{% for m in messages %}"
     "{% if m.role == 'assistant' and loop.first %}{{ raise_exception('who asked?') }}{% endif %}"
@@ -66,13 +70,14 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(engine: magicjax.Engine, drain_s: float = 5.0, **options) -> Iterator[Running]:
+def running(engine: magicjax.Engine, limits: Limits = LIMITS, **options) -> Iterator[Running]:
     """Runs a server of an engine; ends it, and the engine's requests."""
     target = engine._templates.row.target
     worker = Worker(engine)
-    options = dict(api_key=None, max_body_bytes=2**20) | options
-    app = create_app(worker, Served(NAME, target, engine.config), **options)
-    server = Server(app, worker, drain_s)
+    app = create_app(
+        worker, Served(NAME, target, engine.config), ServerOptions(**OPTIONS | options)
+    )
+    server = Server(app, worker, limits)
     with bind("127.0.0.1", 0) as bound:
         thread = threading.Thread(target=server.run, args=([bound],))
         thread.start()

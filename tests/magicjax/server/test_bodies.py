@@ -41,7 +41,11 @@ def served(config: EngineConfig = CONFIG) -> Served:
             self.added_tokens_decoder = {}
 
         def __call__(self, text):
+            assert len(text) <= CONFIG.capacity, "tokenized before its characters were counted"
             return {"input_ids": [ord(character) % 50 for character in text]}
+
+        def get_vocab(self):
+            return {chr(token): token for token in range(50)}
 
         def apply_chat_template(self, messages, tools=None, **_):
             return self("".join(message["content"] for message in messages) + "f" * bool(tools))
@@ -84,7 +88,11 @@ def test_fields_become_parameters(path):
         ("top_p", 0, "top_p=0: it must be above 0 and at most 1"),
         ("seed", 2**63, "seed=9223372036854775808: it must be a whole number in the range of"),
         ("stop", "", "stop='': it must be a string, or a list"),
-        ("max_tokens", 33, "max_tokens=33: it must be at most 32, the limit of the engine"),
+        (
+            "max_tokens",
+            33,
+            "max_tokens=33: it must be at most 32, the limit of the server (--max",
+        ),
         ("stream", "yes", "stream='yes': it must be true or false"),
         ("stream_options", {"include_usage": True}, "stream_options requires stream=true"),
         ("response_format", {"type": "xml"}, 'it must be {"type": "text"}'),
@@ -116,7 +124,7 @@ def test_wrong_values_are_refused_by_name(path, field, value, text):
         ("prompt", ["a", 1], "prompt=['a', 1]: it must be"),
         ("prompt", [50], "token 50, outside the target's vocabulary"),
         ("prompt", ["a"] * 9, "9 prompts with n=1 are 9 requests, and the queue holds 8"),
-        ("logprobs", 4, "logprobs=4: the engine returns at most 3; request fewer"),
+        ("logprobs", 4, "logprobs=4: the server returns at most 3; request fewer"),
         ("best_of", 2, "best_of=2 is not supported: omit best_of"),
     ],
 )
@@ -141,7 +149,7 @@ def test_wrong_completions_are_refused_by_name(field, value, text):
         ),
         (dict(tools=[{"type": "function"}]), "tools=[{'type': 'function'}] (at 0.function): it"),
         (dict(top_logprobs=2), "top_logprobs requires logprobs=true"),
-        (dict(logprobs=True, top_logprobs=4), "top_logprobs=4: the engine returns at most 3"),
+        (dict(logprobs=True, top_logprobs=4), "top_logprobs=4: the server returns at most 3"),
         (dict(max_completion_tokens=2), "max_tokens and max_completion_tokens exclude each other"),
     ],
 )
@@ -151,6 +159,25 @@ def test_wrong_chats_are_refused_by_name(fields, text):
     assert error.param.partition("[")[0] in {*fields, "max_tokens"}
 
 
+def test_texts_that_cannot_fit_are_refused_before_they_are_tokenized():
+    long, parts = "x" * 65, ["x" * 32, "x" * 33]
+    chat = [{"role": "user", "content": part} for part in parts]
+    for path, fields in (
+        ("completions", dict(prompt=long)),
+        ("completions", dict(prompt=["x", long])),
+        ("chat/completions", dict(messages=[{"role": "user", "content": long}])),
+        ("chat/completions", dict(messages=chat)),
+        ("chat/completions", dict(chat_template_kwargs={"date": "x" * 64})),
+    ):
+        error = refused(path, **fields)
+        assert (
+            "65 characters exceed the 64 tokens of --capacity, which have at most 64"
+            in error.message
+        )
+        assert error.code == "context_length_exceeded" and error.param in ("prompt", "messages")
+    assert parse("completions", prompt=["x" * 62] * 2)
+
+
 def test_the_engine_limits_what_may_be_asked():
     greedy = dataclasses.replace(CONFIG, logprobs=None, sampling=False)
     for path in PARSERS:
@@ -158,7 +185,7 @@ def test_the_engine_limits_what_may_be_asked():
         assert parse(path, greedy, n=2).n == 2
         assert parse(path, greedy, temperature=0, top_p=0.5, seed=1).params.greedy
     message = refused("completions", greedy, logprobs=0).message
-    assert message.startswith("logprobs=0: the engine returns no log-probabilities; omit it")
+    assert message.startswith("logprobs=0: the server returns no log-probabilities; omit it")
 
 
 @pytest.mark.parametrize("path", PARSERS)

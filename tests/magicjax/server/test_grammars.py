@@ -75,7 +75,7 @@ def test_a_grammar_that_takes_too_long_is_refused_and_delays_nobody(client, monk
             assert raised.value.param == "response_format"
 
 
-@pytest.mark.parametrize(("states", "message"), [(0, "states 0"), (1, "grammar_states=1")])
+@pytest.mark.parametrize(("states", "message"), [(0, "states 0"), (1, "--grammar-states 1")])
 def test_a_server_without_room_for_a_grammar_refuses_it(target, states, message):
     engine = serving.make_engine(target, grammar_states=states)
     with serving.running(engine) as made, pytest.raises(openai.BadRequestError, match=message):

@@ -1,7 +1,10 @@
 """Keys, limits, full queues, clients that disconnect, draining, and a device that fails."""
 
+import dataclasses
 import http.client
 import json
+import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -13,6 +16,7 @@ from tests.magicjax.server.serving import NAME, paused, running, slow, until
 
 KEY = "a key of 16 byte"
 MAX_BYTES = 20_000
+BASIC = {"Authorization": f"Basic {KEY}"}
 LONG = {"prompt": "def add(", "max_tokens": 128, "seed": 1}
 
 
@@ -28,13 +32,22 @@ def server(engine):
         yield made
 
 
+def limits(**options) -> serving.Limits:
+    return dataclasses.replace(serving.LIMITS, **options)
+
+
+def connect(server) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), serving.SECONDS)
+
+
 def message(response: httpx.Response) -> str:
     return response.json()["error"]["message"]
 
 
 def test_requests_need_the_key(engine):
     with running(engine, api_key=KEY) as server:
-        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}):
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}, BASIC):
             for response in (
                 server.post("completions", json=LONG, headers=headers),
                 httpx.get(f"{server.url}/v1/models", headers=headers),
@@ -45,7 +58,42 @@ def test_requests_need_the_key(engine):
         with pytest.raises(openai.AuthenticationError):
             server.client().models.list()
         assert server.client(api_key=KEY).models.list().data
+        for scheme in ("bearer", "BEARER", "Bearer "):
+            headers = {"Authorization": f"{scheme} {KEY}"}
+            assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 200
         assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_requests_to_other_names_are_refused(engine):
+    def get(host: str) -> httpx.Response:
+        return httpx.get(f"{server.url}/v1/models", headers={"Host": host})
+
+    with running(engine, allowed_hosts=["Models.Example"]) as server:
+        for host in ("localhost", "localhost:8000", "127.0.0.1:1", "[::1]:8000", "10.0.0.9"):
+            assert get(host).status_code == 200
+        for host in ("models.example", "MODELS.example.:80"):
+            assert get(host).status_code == 200
+        for host in ("evil.example", "evil.example:8000", "localhost.evil.example", "[evil]", ""):
+            response = get(host)
+            assert response.status_code == 421 and "--allowed-hosts" in message(response)
+        assert "'evil.example' is not a name of this server" in message(get("evil.example:8000"))
+    with running(engine, allowed_hosts=["*"]) as server:
+        assert get("any.example").status_code == 200
+
+
+def test_web_pages_of_allowed_origins_use_the_server(engine):
+    allowed, other = "https://app.example", "https://evil.example"
+    ask = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x-a"}
+    with running(engine, cors_origins=[allowed], api_key=KEY) as server:
+        url = f"{server.url}/v1/completions"
+        preflight = httpx.options(url, headers=ask | {"Origin": allowed})
+        assert preflight.status_code == 200
+        assert preflight.headers["Access-Control-Allow-Origin"] == allowed
+        assert httpx.options(url, headers=ask | {"Origin": other}).status_code == 400
+        refused = server.post("completions", json=LONG, headers={"Origin": allowed})
+        assert refused.headers["Access-Control-Allow-Origin"] == allowed
+        refused = server.post("completions", json=LONG, headers={"Origin": other})
+        assert "Access-Control-Allow-Origin" not in refused.headers
 
 
 def test_large_bodies_are_refused(server):
@@ -60,6 +108,57 @@ def test_large_bodies_are_refused(server):
     assert response.status_code == 413 and str(MAX_BYTES) in message(response)
     response = server.post("completions", content=parts(), headers=headers)
     assert response.status_code == 413
+
+
+def test_a_body_that_does_not_arrive_is_refused(engine):
+    with running(engine, body_s=0.2) as server, connect(server) as client:
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+        )
+        response = client.makefile("rb").read()  # until the server closes the connection
+        assert response.startswith(b"HTTP/1.1 408 ") and b"within 0.2 s" in response
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\n"])
+def test_connections_without_a_request_are_closed(engine, sent):
+    with running(engine, limits(keep_alive_s=1)) as server, connect(server) as client:
+        client.sendall(sent)
+        assert client.recv(100) == b""
+
+
+def test_a_connection_is_kept_for_later_requests(engine):
+    with running(engine, limits(keep_alive_s=1)) as server:
+        client = http.client.HTTPConnection(server.url.removeprefix("http://"))
+        headers = {"Content-Type": "application/json"}
+        with paused(server.worker):
+            client.request("POST", "/v1/completions", json.dumps(LONG), headers)
+            first = client.sock
+            time.sleep(1.5)  # longer than an idle connection lasts
+        assert client.getresponse().read()
+        client.request("GET", "/health")
+        assert client.getresponse().status == 200 and client.sock is first
+
+
+def test_connections_are_limited(engine):
+    with running(engine, limits(max_connections=1)) as server:
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        until(lambda: not server.server.server_state.connections)
+        with connect(server):
+            until(lambda: len(server.server.server_state.connections) == 1)
+            assert httpx.get(f"{server.url}/health").status_code == 503
+
+
+def test_open_requests_of_a_client_are_limited(engine):
+    with running(engine, max_requests_per_client=1) as server, slow(engine):
+        stream = server.client().completions.create(model=NAME, stream=True, **LONG)
+        next(stream)
+        response = server.post("completions", json=LONG)
+        assert response.status_code == 429 and response.headers["Retry-After"] == "1"
+        assert "127.0.0.1 has 1 open requests" in message(response)
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        stream.close()
+        until(lambda: httpx.get(f"{server.url}/v1/models").status_code == 200)
 
 
 def test_other_types_methods_and_paths_are_refused(server):
@@ -130,7 +229,7 @@ def test_a_reader_that_is_slow_stops_nobody(server):
 
 
 def test_draining_ends_with_the_running_requests(engine):
-    with running(engine, drain_s=serving.SECONDS) as server, slow(engine):
+    with running(engine, limits(drain_s=serving.SECONDS)) as server, slow(engine):
         body = LONG | {"max_tokens": 32}
         stream = server.client().completions.create(model=NAME, stream=True, **body)
         first = next(stream).choices[0].text
@@ -148,7 +247,11 @@ def test_draining_ends_with_the_running_requests(engine):
 
 
 def test_draining_cancels_what_takes_too_long(engine):
-    with running(engine, drain_s=0.1) as server, slow(engine, 0.2), ThreadPoolExecutor(1) as pool:
+    with (
+        running(engine, limits(drain_s=0.1)) as server,
+        slow(engine, 0.2),
+        ThreadPoolExecutor(1) as pool,
+    ):
         stream = server.client().completions.create(model=NAME, stream=True, **LONG)
         next(stream)
         whole = pool.submit(server.post, "completions", json=LONG)
@@ -158,6 +261,27 @@ def test_draining_cancels_what_takes_too_long(engine):
             for _ in stream:
                 pass
         assert whole.result().status_code == 503
+
+
+def test_health_fails_while_the_engine_is_stalled(engine):
+    def state() -> tuple[int, str]:
+        response = httpx.get(f"{server.url}/health")
+        return response.status_code, response.json()["status"]
+
+    with running(engine, stall_s=0.3) as server, ThreadPoolExecutor(1) as pool:
+        time.sleep(0.5)  # without requests there is no progress either
+        assert state() == (200, "ok")
+        with paused(server.worker):
+            request = pool.submit(server.post, "completions", json=LONG)
+            until(lambda: state() == (503, "stalled"))
+        assert request.result().status_code == 200
+        assert state() == (200, "ok")
+
+
+def test_health_fails_without_the_thread_of_the_engine(engine):
+    with running(engine) as server:
+        server.worker._commands.put(server.worker._stop)
+        until(lambda: httpx.get(f"{server.url}/health").json() == {"status": "failed"})
 
 
 def test_a_failed_step_is_500_for_all_and_ends_the_server(engine):

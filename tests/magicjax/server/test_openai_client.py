@@ -1,5 +1,9 @@
 """OpenAI's client, unchanged: its answers are the texts of `magicjax.generate`."""
 
+import json
+import logging
+import re
+
 import httpx
 import numpy as np
 import openai
@@ -9,7 +13,7 @@ import magicjax
 from magicjax.decoding.prompts import chat_tokens
 from tests.magicjax import keywords
 from tests.magicjax.server import serving
-from tests.magicjax.server.serving import NAME, NEW
+from tests.magicjax.server.serving import NAME, NEW, until
 
 PROMPTS = ["def add(first, second):", "    return first"]
 MESSAGES = [{"role": "system", "content": "short"}, {"role": "user", "content": "def add("}]
@@ -232,13 +236,39 @@ def test_errors_reach_the_client_in_its_shape(client):
     assert raised.value.code == "context_length_exceeded"
 
 
+def test_the_access_log_has_a_line_for_each_request(server, client):
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logger = logging.getLogger("magicjax.server.access")
+    logger.addHandler(handler)
+    try:
+        prompt_tokens = completion(client, PROMPTS).usage.prompt_tokens
+        [*chat(client, stream=True)]
+        httpx.get(f"{server.url}/v1/a%0Ab?secret=1")
+        until(lambda: len(records) == 3)
+    finally:
+        logger.removeHandler(handler)
+    lines = [record.getMessage() for record in records]
+    times = r"ttft_s=\d+\.\d{3} total_s=\d+\.\d{3}"
+    tokens = f"prompt_tokens={prompt_tokens} new_tokens={2 * NEW}"
+    assert re.fullmatch(rf"127.0.0.1 POST /v1/completions 200 {times} {tokens}", lines[0])
+    assert re.match(rf"127.0.0.1 POST /v1/chat/completions 200 {times} prompt_tokens=", lines[1])
+    assert lines[1].endswith(f"new_tokens={NEW}")
+    assert re.fullmatch(r"127.0.0.1 GET /v1/a%0Ab 404 total_s=\d+\.\d{3}", lines[2])
+
+
 def test_health_status_page_and_metrics(server, client):
     completion(client, PROMPTS[0], max_tokens=40)
     assert httpx.get(f"{server.url}/health").status_code == 200
     assert "EventSource" in httpx.get(server.url).text
     with httpx.stream("GET", f"{server.url}/status") as events:
         line = next(events.iter_lines())
-    assert line.startswith("data: ") and f'"slots":{serving.SLOTS}' in line
+    state = json.loads(line.removeprefix("data: "))
+    assert state["slots"] == serving.SLOTS
+    for name in ("queue", "ttft", "tpot", "itl"):
+        times = state["times"][name]
+        assert 0 <= times["p50"] <= times["p90"] <= times["p99"]
     lines = httpx.get(f"{server.url}/metrics").text.splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     stats = server.worker.snapshot.stats
@@ -247,6 +277,7 @@ def test_health_status_page_and_metrics(server, client):
     assert float(values["magicjax_new_tokens_total"]) > 0
     assert float(values["magicjax_loop_tokens_total"]) > float(values["magicjax_rounds_total"])
     assert float(values["magicjax_time_to_first_token_seconds_count"]) > 0
+    assert float(values["magicjax_inter_token_latency_seconds_count"]) > 0
     accepted = [
         float(values[f'magicjax_accepted_rounds_total{{depth="{d}"}}']) for d in (1, 2, 3, 4)
     ]

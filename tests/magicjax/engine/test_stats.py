@@ -1,0 +1,52 @@
+"""Percentiles of an engine: those of NumPy over the newest values of finished requests."""
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from magicjax.decoding.controller import Probes
+from magicjax.engine.handle import RequestStats, Result
+from magicjax.engine.stats import WINDOW, Counters, EngineStats, Percentiles
+
+SCHEDULER = SimpleNamespace(waiting=[], prefilling=[], running={})
+STORE = SimpleNamespace(lookups=0, hits=0, host_hits=0, reused_tokens=0)
+STORE.num_bytes = STORE.num_host_bytes = 0
+
+
+def result(reason: str = "length", **times) -> Result:
+    counts = dict(prompt_tokens=1, new_tokens=1, reused_tokens=0, prefilled_tokens=1, rounds=1)
+    counts |= dict(tau=1.0, histogram=(1,), drafted=0)
+    times = dict(queue_s=0.0, ttft_s=None, tpot_s=None, itl_s=(), total_s=1.0) | times
+    stats = RequestStats(finish_reason=reason, **counts, **times)
+    return Result(np.zeros(1, np.int32), None, None, None, reason, stats)
+
+
+def stats(counters: Counters) -> EngineStats:
+    return counters.stats(SCHEDULER, STORE, 0, Probes())
+
+
+def test_percentiles_are_those_of_the_newest_values():
+    rng, counters = np.random.default_rng(0), Counters([])
+    queue_s, ttft_s, tpot_s = rng.random((3, WINDOW + 100))
+    itl_s = rng.random((WINDOW + 100, 3))
+    for a, b, c, d in zip(queue_s, ttft_s, tpot_s, itl_s, strict=True):
+        counters.count(result(queue_s=a, ttft_s=b, tpot_s=c, itl_s=tuple(d)))
+        if a < 0.01:
+            stats(counters)  # between two requests
+    found = stats(counters)
+    for name, values in dict(queue_s=queue_s, ttft_s=ttft_s, tpot_s=tpot_s, itl_s=itl_s).items():
+        newest = np.percentile(values.ravel()[-WINDOW:], (50, 90, 99))
+        each = getattr(found, name)
+        np.testing.assert_allclose((each.p50, each.p90, each.p99), newest)
+
+
+def test_requests_without_a_time_do_not_count():
+    counters = Counters([])
+    assert stats(counters).ttft_s is stats(counters).itl_s is None
+    counters.count(result(queue_s=1.0))
+    counters.count(result("cancelled", queue_s=3.0, ttft_s=3.0))
+    found = stats(counters)
+    assert found.queue_s == Percentiles(1.0, 1.0, 1.0) and found.ttft_s is found.tpot_s is None
+    counters.count(result("deadline", queue_s=2.0, ttft_s=0.5))
+    assert stats(counters).ttft_s == Percentiles(0.5, 0.5, 0.5)
+    assert stats(counters).queue_s.p50 == 1.5

@@ -1,0 +1,77 @@
+"""Errors of the engine are answered in the words of the server: its options."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from magicjax import EngineConfig, Grammar, SamplingParams
+from magicjax.engine import submission
+from magicjax.server.errors import ApiError, refused
+
+CONFIG = EngineConfig(capacity=64, max_tokens=32, grammar_states=1, eos_token_id=(0,))
+ROW = SimpleNamespace(target=None, eos=np.zeros(1, np.int32))
+TEMPLATES = SimpleNamespace(config=CONFIG, capacity=64, row=ROW)
+AUTOMATON = SimpleNamespace(next=np.zeros((300, 2)))
+
+
+def sample() -> None:
+    CONFIG.check_params(SamplingParams(temperature=1))
+
+
+def new_tokens() -> None:
+    CONFIG.check_params(SamplingParams(max_tokens=33))
+
+
+def prompt() -> None:
+    submission._limit(TEMPLATES, 64, None)
+
+
+def prompt_and_new_tokens() -> None:
+    submission._limit(TEMPLATES, 60, 5)
+
+
+def grammar() -> None:
+    submission._automaton(TEMPLATES, SamplingParams(grammar=Grammar.regex("a")))
+
+
+@pytest.mark.parametrize(
+    ("fail", "text"),
+    [
+        (sample, "use temperature=0, or start the server without --greedy"),
+        (
+            new_tokens,
+            "max_tokens=33: it must be at most 32, the limit of the server (--max-tokens);",
+        ),
+        (new_tokens, "omit it for as many as fit"),
+        (
+            prompt,
+            "--capacity 64 leaves no room for new ones: shorten the prompt, or start the server",
+        ),
+        (
+            prompt_and_new_tokens,
+            "exceeds --capacity 64: use at most 4 new tokens, omit the limit for",
+        ),
+        (prompt_and_new_tokens, "or start the server with a larger --capacity"),
+        (
+            grammar,
+            "of the server's --grammar-states 1: start the server with --grammar-states 3, or",
+        ),
+    ],
+)
+def test_errors_name_options_of_the_server(fail, text, monkeypatch):
+    monkeypatch.setattr(submission, "automaton_of", lambda *_: AUTOMATON)
+    error = answer(fail)
+    assert error.status == 400 and text in error.message and "engine" not in error.message
+
+
+def test_only_prompts_that_do_not_fit_have_the_code_for_it():
+    codes = [answer(fail).code for fail in (prompt, prompt_and_new_tokens, new_tokens)]
+    assert codes == ["context_length_exceeded"] * 2 + [None]
+    assert answer(new_tokens).param == "max_tokens"
+
+
+def answer(fail) -> ApiError:
+    with pytest.raises(ValueError) as raised:
+        fail()
+    return refused(raised.value, {})
