@@ -156,11 +156,11 @@ class SamplingParams:
                     )
 
     @property
-    def processors(self) -> tuple[Any, ...]:
-        """What changes logits, besides the grammar (`magicjax.verification.logits_processor`)."""
-        penalties = self.repetition_penalty, self.frequency_penalty, self.presence_penalty
-        excluded = self.allowed_token_ids, self.bad_words, self.min_tokens
-        return *penalties, self.logit_bias, *excluded
+    def changes_logits(self) -> bool:
+        """Whether there are biases, penalties or excluded tokens, the grammar aside."""
+        penalties = self.repetition_penalty != 1, self.frequency_penalty, self.presence_penalty
+        excluded = self.allowed_token_ids is not None, self.bad_words, self.min_tokens
+        return any((*penalties, self.logit_bias, *excluded))
 
     @property
     def greedy(self) -> bool:

@@ -95,8 +95,8 @@ MUTATIONS = {
     ),
     "a row keeps tokens after its end": (
         "magicjax/decoding/loop.py",
-        "return (tokens[..., None] == eos).any(-1)",
-        "return (tokens[..., None] == eos).all(-1)",
+        "return (tokens[..., None] == eos[:, None]).any(-1)",
+        "return (tokens[..., None] == eos[:, None]).all(-1)",
     ),
 }
 

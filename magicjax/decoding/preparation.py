@@ -170,7 +170,7 @@ def processor_of(
     prompts: Sequence[np.ndarray],
 ) -> LogitsProcessor | None:
     """Returns the processor of logits of the rows; None if no row has one."""
-    if not any(map(logits_processor.is_used, params)):
+    if not any(each.changes_logits for each in params):
         return None
     for each in params:
         validation.check_token_ids(target, each)

@@ -10,7 +10,6 @@ from magicjax.drafters import Drafter
 from magicjax.model import Model
 from magicjax.sampling_params import SamplingParams
 from magicjax.suggest import explain_unknown
-from magicjax.verification import logits_processor
 from magicjax.verification.logprobs import MAX_ALTERNATIVES
 
 MAX_SLOTS = 2**16
@@ -130,7 +129,7 @@ class EngineConfig:
                 f"temperature={params.temperature:g}: the engine decodes greedily; use "
                 "temperature=0, or create the engine with sampling=True"
             )
-        if logits_processor.is_used(params) and not self.logits_processors:
+        if params.changes_logits and not self.logits_processors:
             raise ValueError(
                 "penalties, logit_bias, allowed_token_ids, bad_words and min_tokens in an engine "
                 "without them: create the engine with logits_processors=True"

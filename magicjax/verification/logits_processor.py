@@ -15,7 +15,6 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from magicjax.sampling_params import SamplingParams
 from magicjax.trees import token_tree
 from sharding import collectives
 from sharding.collectives import AxisNames
@@ -152,13 +151,8 @@ def with_tokens(
     return dataclasses.replace(rows, counts=counts, recent=jnp.take_along_axis(text, place, 1))
 
 
-def is_used(params: SamplingParams) -> bool:
-    """Returns whether a request changes logits."""
-    return params.processors != SamplingParams().processors
-
-
 def rows_of(
-    params: Sequence[SamplingParams],
+    params: Sequence[Any],
     prompts: Sequence[Int[np.ndarray, "T"]],
     sequences: Sequence[Sequence[Sequence[int]]],
     vocab_size: int,
@@ -167,7 +161,8 @@ def rows_of(
     """Returns the processor of rows before their first new tokens, as numpy arrays.
 
     Args:
-      params, prompts: of the rows.
+      params: `magicjax.SamplingParams` of the rows.
+      prompts: of the rows.
       sequences: excluded sequences of tokens of each row.
       vocab_size: V.
       shape: (W, L); None: as small as possible.
@@ -194,7 +189,7 @@ def rows_of(
         return np.array([getattr(each, name) for each in params], dtype)
 
     return LogitsProcessor(
-        used=np.array([is_used(each) for each in params]),
+        used=np.array([each.changes_logits for each in params]),
         bias=bias,
         repetition=per_row("repetition_penalty", np.float32),
         frequency=per_row("frequency_penalty", np.float32),

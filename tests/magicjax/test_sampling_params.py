@@ -30,7 +30,7 @@ def test_stop_strings_become_a_tuple_and_numpy_numbers_are_numbers():
         ("seed", 2**32, "seed=4294967296: it must be at most 4294967295"),
         ("max_tokens", 0, "max_tokens=0: it must be at least 1"),
         ("stop", 3, "stop=3: it must be a string, or a list of strings"),
-        ("stop", "", "a stop string must have at least 1 character"),
+        ("stop", "", "a string must have at least 1 character"),
         ("grammar", "[a-z]+", "grammar has type str: pass a magicjax.Grammar"),
         ("logprobs", 21, "logprobs=21: it must be at most 20"),
         (

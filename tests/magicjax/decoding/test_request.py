@@ -128,7 +128,7 @@ class ChatTokenizer:
 
     chat_template = "..."
 
-    def apply_chat_template(self, messages, add_generation_prompt, return_dict):
+    def apply_chat_template(self, messages, add_generation_prompt, return_dict, tools=None):
         assert add_generation_prompt and return_dict
         contents = [token for message in messages for token in message["content"]]
         return {"input_ids": [1, *contents, 2]}
