@@ -41,7 +41,7 @@ class EngineConfig:
       rounds_per_step: the most rounds of a call of the loop, which also ends when a request does.
         New requests, text and cancellations wait for the end of a call.
       max_stall_ms: the longest pause between two texts of a request that prefill of others and the
-        rounds of a call may cause, as measured; at least one round and 64 prompt tokens run. Copies
+        rounds of a call may cause, as measured; at least one round and 16 prompt tokens run. Copies
         of rows and the drafter's own prefill are not bounded. None: no bound.
       adaptive: whether each call of the loop runs what has the most expected tokens per second:
         plain decoding, or a drafter with a depth up to that of its tree. Rounds of each are

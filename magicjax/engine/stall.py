@@ -3,6 +3,7 @@
 import dataclasses
 
 SMOOTHING = 0.3  # weight of the newest time
+MARGIN = 0.85  # times vary
 
 
 @dataclasses.dataclass
@@ -27,7 +28,7 @@ class StallBudget:
             return most
         if not self.round_s:
             return 1
-        return max(1, min(most, int(self.max_s / self.round_s / (1 + prompts_wait))))
+        return max(1, min(most, int(MARGIN * self.max_s / self.round_s / (1 + prompts_wait))))
 
     def prompt_tokens(self, rounds: int, chunk: int) -> int | None:
         """Returns the prompt tokens that may follow so many rounds, a multiple of `chunk`.
@@ -38,7 +39,7 @@ class StallBudget:
             return None
         if not self.token_s:
             return chunk
-        left = self.max_s - rounds * self.round_s
+        left = MARGIN * self.max_s - rounds * self.round_s
         return max(1, int(left / self.token_s / chunk)) * chunk
 
     def count_rounds(self, rounds: int, seconds: float) -> None:

@@ -41,6 +41,7 @@ from magicjax.verification.sampling import Sampling
 from sharding import DATA, STAGE, factored, global_arrays
 
 CHUNK = 64  # tokens of the prefill steps that end a prompt: few are padding
+BOUNDED_CHUNK = 16  # the same if pauses are bounded, which a step of 64 may exceed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +115,8 @@ def validated(
         mesh=mesh,
     )
     row = validate(target, [longest] * groups, params, options)
-    chunk = min(CHUNK, config.prefill_chunk)
+    bounded = config.max_stall_ms is not None
+    chunk = min(BOUNDED_CHUNK if bounded else CHUNK, config.prefill_chunk)
     capacity = capacity_of(config.capacity, row.settings.shape.depth, chunk)
     row = dataclasses.replace(
         row,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from magicjax.engine.scheduler import AGING_S, Piece, PrefillRule, QueueFullError, Scheduler
-from magicjax.engine.stall import StallBudget
+from magicjax.engine.stall import MARGIN, StallBudget
 
 RULE = PrefillRule(chunk=64, largest=100)
 
@@ -239,7 +239,7 @@ def test_a_limit_bounds_the_prefill_of_a_step_and_slots_are_not_filled_first():
 
 
 def test_a_budget_is_divided_into_rounds_and_prompt_tokens():
-    budget = StallBudget(0.1)
+    budget = StallBudget(0.1 / MARGIN)
     assert budget.rounds(8, prompts_wait=True) == 1 and budget.prompt_tokens(1, 64) == 64
     budget.count_rounds(4, 0.04)
     budget.count_tokens(64, 0.0128)
