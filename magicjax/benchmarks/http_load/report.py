@@ -96,6 +96,8 @@ def page(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, str]) -> str:
     )
     plots = _plot("Tokens per second", "tokens_per_s", rows)
     plots += _plot("Time per output token, ms, median", "tpot_ms_p50", rows)
+    interactivity = "Tokens per second against tokens per second of a user"
+    plots += _plot(interactivity, "tokens_per_s", rows, "user_tokens_per_s")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -112,16 +114,29 @@ def _html_row(tag: str, cells: Sequence[str]) -> str:
     return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>\n"
 
 
-def _plot(title: str, column: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns a line per server over the levels, with a legend; "" without values."""
-    if all(row[column] is None for row in rows):
+def _plot(title: str, column: str, rows: Sequence[Mapping[str, Any]], against: str = "") -> str:
+    """Returns a line per server over the levels, with a legend; "" without values.
+
+    Args:
+      title: of the plot.
+      column: of the vertical axis.
+      rows: of `summarize`.
+      against: the column of the horizontal axis, whose points are labelled by level; "": levels.
+    """
+    rows = [row for row in rows if row[column] is not None and row.get(against, 0) is not None]
+    if not rows:
         return ""
     levels = list(dict.fromkeys(row["level"] for row in rows))
     servers = list(dict.fromkeys(row["server"] for row in rows))
-    step = _tick(max(row[column] or 0 for row in rows))
+    step = _tick(max(row[column] for row in rows))
+    x_step = _tick(max(row[against] for row in rows)) if against else 0.0
 
-    def x(level: str) -> float:
-        return LEFT + (levels.index(level) + 0.5) * (WIDTH - LEFT - RIGHT) / len(levels)
+    def x(row: Mapping[str, Any]) -> float:
+        if against:
+            share = row[against] / (TICKS * x_step)
+        else:
+            share = (levels.index(row["level"]) + 0.5) / len(levels)
+        return LEFT + share * (WIDTH - LEFT - RIGHT)
 
     def y(value: float) -> float:
         return HEIGHT - BOTTOM - value / (TICKS * step) * (HEIGHT - TOP - BOTTOM)
@@ -130,37 +145,39 @@ def _plot(title: str, column: str, rows: Sequence[Mapping[str, Any]]) -> str:
     for value in (step * n for n in range(TICKS + 1)):
         parts.append(
             f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}" '
-            f'stroke="#8884"/><text x="{LEFT - 6}" y="{y(value) + 4:.1f}" text-anchor="end">'
-            f"{value:g}</text>"
+            f'stroke="#8884"/>{_text(LEFT - 6, y(value) + 4, f"{value:g}", "end")}'
         )
-    for level in levels:
-        parts.append(
-            f'<text x="{x(level):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">'
-            f"{html.escape(level)}</text>"
-        )
+    if against:
+        ticks = [(x({against: x_step * n}), f"{x_step * n:g}") for n in range(TICKS + 1)]
+    else:
+        ticks = [(x({"level": level}), level) for level in levels]
+    parts += [_text(at, HEIGHT - BOTTOM + 16, label, "middle") for at, label in ticks]
     for n, server in enumerate(servers):
         color = COLORS[n % len(COLORS)]
-        points = [
-            (x(row["level"]), y(row[column]), f"{server}, {row['level']}: {row[column]:.4g}")
-            for row in rows
-            if row["server"] == server and row[column] is not None
-        ]
+        points = [(x(row), y(row[column]), row) for row in rows if row["server"] == server]
         line = " ".join(f"{a:.1f},{b:.1f}" for a, b, _ in points)
         parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2"/>')
-        parts += [
-            f'<circle cx="{a:.1f}" cy="{b:.1f}" r="4" fill="{color}">'
-            f"<title>{html.escape(name)}</title></circle>"
-            for a, b, name in points
-        ]
+        for a, b, row in points:
+            name = f"{server}, {row['level']}: {row[column]:.4g}"
+            parts.append(
+                f'<circle cx="{a:.1f}" cy="{b:.1f}" r="4" fill="{color}">'
+                f"<title>{html.escape(name)}</title></circle>"
+            )
+            if against:
+                parts.append(_text(a + 6, b - 6, row["level"], "start"))
         left = LEFT + n * (WIDTH - LEFT) / len(servers)
         parts.append(
             f'<circle cx="{left + 5:.1f}" cy="{HEIGHT - 10}" r="4" fill="{color}"/>'
-            f'<text x="{left + 14:.1f}" y="{HEIGHT - 6}">{html.escape(server)}</text>'
+            f"{_text(left + 14, HEIGHT - 6, server, 'start')}"
         )
     return (
         f'<figure style="margin:0"><h2>{title}</h2><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
         f'aria-label="{title}">{"".join(parts)}</svg></figure>'
     )
+
+
+def _text(x: float, y: float, text: str, anchor: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(text)}</text>'
 
 
 def _tick(most: float) -> float:

@@ -33,7 +33,9 @@ class Targets:
 def summarize(runs: Sequence[Run], targets: Targets) -> list[dict[str, Any]]:
     """Returns a row for each level and server; the runs of repeats are pooled.
 
-    `speedup` is the ratio of tokens/s to the last server's; it needs two servers.
+    `speedup` is the ratio of tokens/s to that of the last server; it needs two servers.
+    `user_tokens_per_s` are the tokens/s that a user sees: 1,000 divided by the median TPOT in
+    milliseconds.
     """
     groups: dict[Any, list[Run]] = {}
     for run in runs:
@@ -83,6 +85,8 @@ def _row(runs: Sequence[Run], targets: Targets) -> dict[str, Any]:
         values = [value for sample in good if (value := getattr(sample, field)) is not None]
         for p in PERCENTILES:
             row[f"{name}_p{p}"] = scale * float(np.percentile(values, p)) if values else None
+    tpot = row["tpot_ms_p50"]
+    row["user_tokens_per_s"] = 1e3 / tpot if tpot else None
     return row
 
 
