@@ -246,13 +246,16 @@ TOOLS = st.lists(
     ),
     max_size=2,
 )
+RULES = st.dictionaries(st.integers(-2, 90).map(str), st.floats(-120, 120)) | st.lists(
+    st.integers(-2, 90) | st.text(max_size=4), max_size=4
+)
 FIELDS = st.dictionaries(
     st.sampled_from(
         [*bodies.CompletionBody.model_fields, *bodies.ChatBody.model_fields]
         + [*bodies.NEUTRAL_COMPLETION, *bodies.NEUTRAL_CHAT]
     )
     | st.text(),
-    VALUES | MESSAGES | st.integers(0, 4) | st.floats(0, 2),
+    VALUES | MESSAGES | RULES | st.integers(0, 4) | st.floats(-3, 3),
     max_size=5,
 )
 BODIES = st.binary() | st.builds(
