@@ -19,6 +19,9 @@ from tests.magicjax import family_cases, keywords, oracle, tiny
 MESHES = ((1, 8), (2, 4), (4, 2), (8, 1))
 SIZES = dict(num_heads=8, head_dim=8, intermediate_size=48, vocab_size=64)
 SAMPLED = dict(seed=3, temperature=0.8)
+PROCESSED = dict(
+    repetition_penalty=1.4, frequency_penalty=0.3, logit_bias=((2, 1.0), (60, -2.0)), min_tokens=3
+)
 
 
 def self_speculation(policy="streaming", **options):
@@ -96,6 +99,8 @@ CASES = {
     "small sampled": (small(), TREE, SAMPLED | dict(top_k=20, top_p=0.9), 8),
     "small with replacement": (small(draw="with_replacement"), TREE, SAMPLED, 4),
     "small by the top": (small(draw="top"), TREE, SAMPLED, 2),
+    "penalties": (small(), TREE, PROCESSED | dict(logprobs=2, prompt_logprobs=2), 4),
+    "penalties sampled": (small(), TREE, SAMPLED | PROCESSED | dict(min_p=0.1), 2),
     "naive": (small(), TREE, SAMPLED | dict(verifier="naive"), 4),
     "several": (several, magicjax.chain(3), {}, 4),
     "several sampled": (several, magicjax.chain(3), SAMPLED, 2),

@@ -21,6 +21,8 @@ FEW = [
     ("self sampled", (2, 4)),
     ("snapkv", (1, 8)),
     ("h2o int8", (4, 2)),
+    ("penalties", (2, 4)),
+    ("penalties sampled", (1, 8)),
     ("sinks in the cache", (1, 8)),
     ("OPT", (1, 8)),
     ("Falcon", (2, 4)),
