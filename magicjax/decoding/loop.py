@@ -139,15 +139,14 @@ def prompt_logprobs(
     Entry t is of token t + 1, given those up to t; from `lengths` - 1 on it is undefined.
 
     Args:
-      settings: with `logprobs`.
+      settings: with `logprobs`, and the statistics of the last layer's outputs.
       target: the model.
       tokens, lengths: as for `prefill_cache`.
       cache: without tokens, so that one program serves all lengths; None: of `settings.capacity`.
     """
     assert settings.logprobs is not None
-    last, chunk, count = target.config.num_layers, settings.chunk, settings.logprobs
-    spec = StatsSpec(layer_inputs=(last,))
-    _, _, stats = prefill_cache(target, tokens, lengths, settings, spec, cache)
+    (last,), chunk, count = settings.stats_spec.layer_inputs, settings.chunk, settings.logprobs
+    _, _, stats = prefill_cache(target, tokens, lengths, settings, settings.stats_spec, cache)
     outputs, shape = stats.layer_inputs[last], tokens.shape
     following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
 

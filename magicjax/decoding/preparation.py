@@ -159,9 +159,9 @@ def sampling_of(params: Sequence[SamplingParams]) -> Sampling:
 
 
 def eos_of_rows(eos: Sequence[int], params: Sequence[SamplingParams]) -> Int[np.ndarray, "B E"]:
-    """Returns the tokens that end each row; -1 in rows that EOS does not end."""
+    """Returns the tokens that end each row; -1, at least once, in rows that EOS does not end."""
     ignored = np.array([each.ignore_eos for each in params])
-    return np.where(ignored[:, None], np.int32(-1), np.array(eos, np.int32)[None])
+    return np.where(ignored[:, None], np.int32(-1), np.array(eos or [-1], np.int32)[None])
 
 
 def processor_of(

@@ -18,7 +18,7 @@ from magicjax.decoding.stats import Stats, acceptance
 from magicjax.decoding.text_stream import TextStream
 from magicjax.drafters.base import Previous
 from magicjax.kv_cache.full_cache import KVCache
-from magicjax.settings import PrefillSettings, Settings
+from magicjax.settings import PrefillSettings, Settings, StatsSpec
 from magicjax.verification.logprobs import LogProbs
 from sharding import global_arrays
 
@@ -99,7 +99,8 @@ def prompt_logprobs(request: Request, cache: KVCache | None = None) -> list[LogP
     """
     count = request.settings.logprobs or 0
     count = max(count, *(each.prompt_logprobs or 0 for each in request.params))
-    settings = dataclasses.replace(request.prefill_settings, logprobs=count)
+    outputs = StatsSpec(layer_inputs=(request.target.config.num_layers,))
+    settings = dataclasses.replace(request.prefill_settings, logprobs=count, stats_spec=outputs)
     arguments = request.target, request.tokens, request.lengths, cache
     found, _ = _run(request, "prompt_logprobs", settings, arguments)
     found = global_arrays.fetch(found)

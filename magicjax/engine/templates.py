@@ -136,7 +136,8 @@ def validated(
     )
     config.check_drafter(row.drafter, row.settings.verifier)
     memory_check.check_prefixes(row, config)
-    eos, verifier = tuple(row.eos[0].tolist()), row.settings.verifier
+    eos = tuple(token for token in row.eos[0].tolist() if token >= 0)
+    verifier = row.settings.verifier
     return dataclasses.replace(config, eos_token_id=eos, verifier=verifier), row
 
 

@@ -1,7 +1,7 @@
 r"""Regular expressions of the JSON numbers between two bounds.
 
 integers from 7 to 120      (?:[7-9]|[1-9][0-9]{1}|1(?:20|[0-1][0-9]{1}))
-numbers from 2 on           (?:[2-9](?:\.[0-9]{1,14})?|[1-9][0-9]{1,}(?:\.[0-9]{1,14})?)
+numbers from 2 on           (?:[2-9](?:\.[0-9]{1,14})?|[1-9][0-9]{1}[0-9]*(?:\.[0-9]{1,14})?)
 """
 
 import decimal
@@ -86,7 +86,8 @@ def _naturals(least: int, most: int | None) -> list[str]:
     size = len(str(least))
     if most is None:
         same = _digits(str(least), None, size, exact=True)
-        return [each for each in (same, f"[1-9][0-9]{{{size},}}") if each]
+        # outlines-core takes exponential time for {n,}.
+        return [each for each in (same, f"[1-9][0-9]{{{size}}}[0-9]*") if each]
     parts = []
     for digits in range(size, len(str(most)) + 1):
         first = max(least, 10 ** (digits - 1) if digits > 1 else 0)
@@ -130,9 +131,10 @@ def _fraction(
     low: str | None, high: str | None, low_strict: bool, high_strict: bool, whole: int
 ) -> str | None:
     """Returns the expression of a fraction, or of none, between two; None if there is none."""
-    size = max(1, DIGITS - len(str(whole)))
+    size, without = DIGITS - len(str(whole)), _may_end(low, high, low_strict, high_strict)
+    if size <= 0:
+        return "" if without else None
     digits = _digits(low, high, size, low_strict, high_strict, nonempty=True)
-    without = _may_end(low, high, low_strict, high_strict)
     if digits is None:
         return "" if without else None
     return rf"(?:\.{digits})?" if without else rf"\.{digits}"

@@ -17,9 +17,12 @@ from typing import Any, NoReturn
 from magicjax.grammars import json_numbers, string_formats, string_pattern
 from magicjax.grammars.json_numbers import Bound, either
 
-MAX_PARTS = 4096  # of a schema whose references are replaced
+MAX_PARTS = 4096  # of a schema whose references are replaced, values of enums included
+MAX_ALTERNATIVES = 64  # of `oneOf`, each of which is compared with the others
 MAX_CHAIN = 64  # of references, each within what the one before refers to
 MAX_LENGTH = 2**20  # of an expression, in characters
+MAX_DIGITS = 40  # of a bound
+MAX_BOUND = 10**9  # outlines-core takes exponential time in the digits
 ANY_DEPTH = 2  # of objects and arrays
 BLANK = " ?"  # between tokens of JSON
 COMMA, COLON = f"{BLANK},{BLANK}", f"{BLANK}:{BLANK}"
@@ -28,6 +31,8 @@ STRING = f'"{CHARACTER}*"'
 NOT_SUPPORTED = {  # why
     "not": "the texts of a regular expression have no complement",
     "if": "the texts of a regular expression have no complement",
+    "$dynamicRef": "only '$ref' is known",
+    "$recursiveRef": "only '$ref' is known",
     "multipleOf": "its automaton would be too large",
     "uniqueItems": "a regular expression cannot compare items",
     **dict.fromkeys(
@@ -74,7 +79,10 @@ def expression(schema: Any) -> str:
         whole = json.loads(json.dumps(schema), parse_float=Decimal)
     except (TypeError, ValueError) as error:
         raise ValueError(f"the JSON schema cannot be written as JSON: {error}") from error
-    return _Translation(whole).of(whole)
+    try:
+        return _Translation(whole).of(whole)
+    except RecursionError:
+        raise ValueError("the JSON schema is nested too deeply") from None
 
 
 class _Translation:
@@ -82,7 +90,7 @@ class _Translation:
 
     def __init__(self, whole: Any):
         """Starts without parts; references are looked up in the whole schema."""
-        self._whole, self._parts = whole, 0
+        self._whole, self._parts, self._length = whole, 0, 0
 
     def of(self, part: Any, chain: tuple[str, ...] = ()) -> str:
         """Returns the expression of a part, to which a chain of references led."""
@@ -90,7 +98,8 @@ class _Translation:
         if self._parts > MAX_PARTS:
             _refuse(f"more than {MAX_PARTS} parts after its references are replaced", "too large")
         found = self._of(part, chain)
-        if len(found) > MAX_LENGTH:
+        self._length += len(found)
+        if len(found) > MAX_LENGTH or self._length > 16 * MAX_LENGTH:
             _refuse(f"an expression of more than {MAX_LENGTH} characters", "too large")
         return found
 
@@ -98,6 +107,8 @@ class _Translation:
         if part is True or part == {}:
             return _anything(ANY_DEPTH)
         _check(part)
+        if "$id" in part and part is not self._whole:
+            _refuse("an '$id' inside of it", "references are looked up in the whole schema")
         if "$ref" in part:
             return self.of(*self._named(part["$ref"], chain))
         for keyword in ("anyOf", "oneOf", "allOf"):
@@ -110,6 +121,7 @@ class _Translation:
                     self._check_disjoint(parts, chain)
                 return either(found)
         if _has_values(part):
+            self._parts += len(_values(part))
             return either([_literal(value) for value in _values(part)])
         types = _types(part)
         if types is None:
@@ -143,9 +155,10 @@ class _Translation:
         return part, (*chain, reference)
 
     def _object(self, part: Mapping[str, Any], chain: tuple[str, ...]) -> str:
-        properties, required = dict(part.get("properties", {})), part.get("required", [])
+        properties = dict(part.get("properties", {}))
+        required = [*dict.fromkeys(part.get("required", []))]
         for name in required:
-            properties.setdefault(name, True)
+            properties.setdefault(name, part.get("additionalProperties", True))
         low, high = _counts(part, PROPERTIES)
         if not properties:
             return self._map(part, low, high, chain)
@@ -178,7 +191,10 @@ class _Translation:
             return _repeated(r"\{", "", 0, 0, r"\}") if not low else _nothing(part)
         names = STRING
         if "propertyNames" in part:
-            names = self.of({"type": "string"} | part["propertyNames"], chain)
+            given = part["propertyNames"]
+            if not isinstance(given, Mapping) or "string" not in (_types(given) or ["string"]):
+                _refuse("propertyNames that are no schema of strings", "all names are strings")
+            names = self.of({**given, "type": "string"}, chain)
         value = _anything(ANY_DEPTH - 1) if value is True else self.of(value, chain)
         return _repeated(r"\{", f"{names}{COLON}{value}", low, high, r"\}")
 
@@ -207,6 +223,8 @@ class _Translation:
 
     def _check_disjoint(self, parts: list[Any], chain: tuple[str, ...]) -> None:
         """Raises ValueError if a value may satisfy several parts of a `oneOf`."""
+        if len(parts) > MAX_ALTERNATIVES:
+            _refuse(f"'oneOf' with more than {MAX_ALTERNATIVES} schemas", "use anyOf")
         for i, first in enumerate(parts):
             for second in parts[:i]:
                 if not self._are_disjoint(first, second, chain):
@@ -261,7 +279,7 @@ def _check(part: Any) -> None:
     if not all(isinstance(name, str) for name in part.get("required", ())):
         _wrong("required", part["required"], "a list of names")
     for keyword, why in NOT_SUPPORTED.items():
-        if part.get(keyword, False) is not False:
+        if keyword in part and not (keyword == "uniqueItems" and part[keyword] is False):
             _refuse(f"{keyword!r}", why)
     keywords = KEYWORDS & {*part}
     alone = next((keyword for keyword in ALONE if keyword in part), None)
@@ -288,7 +306,7 @@ def _kinds(part: Mapping[str, Any]) -> set[str]:
     """Returns the types of a part's values; a whole number has type integer only."""
     if _has_values(part):
         return {_type_of(value) for value in _values(part)}
-    kinds = {*(_types(part) or OF_TYPE)}
+    kinds = {*((_types(part) if "type" in part else None) or OF_TYPE)}
     return kinds | {"integer"} if "number" in kinds else kinds
 
 
@@ -339,6 +357,13 @@ def _number(part: Mapping[str, Any], between: Any) -> str:
     """Returns the expression of numbers with the bounds of a part."""
     low = max(_bounds(part, LOWER), default=None)  # at the same number, a strict one is larger
     high = min(_bounds(part, UPPER), key=lambda x: (x.value, not x.strict), default=None)
+    bounds = [x.value for x in (low, high) if x is not None]
+    is_slow = len(bounds) == 1 or between is json_numbers.numbers
+    if is_slow and any(abs(value) >= MAX_BOUND for value in bounds):
+        _refuse(
+            f"a bound of {MAX_BOUND} or more",
+            "its expression takes too long, except for integers with both bounds",
+        )
     return between(low, high) or _nothing(part)
 
 
@@ -349,7 +374,10 @@ def _bounds(part: Mapping[str, Any], keywords: tuple[str, str]) -> list[Bound]:
             value = part[keyword]
             if isinstance(value, bool) or not isinstance(value, int | Decimal):
                 _wrong(keyword, value, "a number")
-            bounds.append(Bound(Decimal(value), keyword.startswith("exclusive")))
+            number = Decimal(value)
+            if len(f"{number:f}") > MAX_DIGITS:
+                _refuse(f"{keyword} with more than {MAX_DIGITS} digits", "too large")
+            bounds.append(Bound(number, keyword.startswith("exclusive")))
     return bounds
 
 
@@ -413,9 +441,9 @@ def _repeated(begin: str, item: str, low: int, high: float, end: str) -> str:
 
 def _count(item: str, low: int, high: float) -> str:
     """Returns the expression of `low` to `high` repetitions."""
-    if (low, high) == (0, float("inf")):
-        return f"{item}*"
-    return f"{item}{{{low},{'' if high == float('inf') else int(high)}}}"
+    if high == float("inf"):  # outlines-core takes exponential time for {n,}
+        return (f"{item}{{{low}}}" if low else "") + f"{item}*"
+    return f"{item}{{{low},{int(high)}}}"
 
 
 def _optional(parts: list[str]) -> str:

@@ -113,8 +113,6 @@ def process(
         x = x - frequency * counts - presence * (counts > 0)
         return x.astype(logits.dtype)
 
-    if axis_names:  # devices must agree on whether they exchange maxima
-        return processed(logits)
     return jax.lax.cond(rows.used.any(), processed, lambda logits: logits, logits)
 
 

@@ -200,6 +200,34 @@ REFUSED = {
     ),
     "objects that overlap": ({"oneOf": [OBJECT, {"type": "object"}]}, "'oneOf' with schemas that"),
     "an unknown format": ({"type": "string", "format": "color"}, "the format 'color'"),
+    "a required property that cannot be": (
+        {"type": "object", "required": ["b"], "additionalProperties": False},
+        "no text satisfies it",
+    ),
+    "schemas without types that overlap": (
+        {"oneOf": [{"maxLength": 3}, {"type": "integer"}]},
+        "'oneOf' with schemas that",
+    ),
+    "names that are no strings": (
+        {"type": "object", "propertyNames": {"type": "integer"}},
+        "propertyNames that are no schema of strings",
+    ),
+    "no other properties": ({"type": "object", "unevaluatedProperties": False}, "'unevaluatedPro"),
+    "a dynamic reference": ({"$dynamicRef": "#a"}, "'[$]dynamicRef'"),
+    "another base": (
+        {"type": "array", "items": {"$id": "x", "type": "null"}},
+        "an '[$]id' inside of it",
+    ),
+    "many schemas": ({"oneOf": [{"const": i} for i in range(65)]}, "more than 64 schemas"),
+    "many values": (
+        {"type": "array", "prefixItems": [{"enum": [*range(5000)]}, {"type": "null"}]},
+        "more than 4096 parts",
+    ),
+    "a large bound": (
+        {"type": "number", "exclusiveMinimum": 1e17},
+        "a bound of 1000000000 or more",
+    ),
+    "a long number": ({"type": "integer", "minimum": 10**3000}, "minimum with more than 40 digits"),
     "not a schema": ({"type": "array", "items": 3}, "has 3 where a schema must be"),
     "a pattern without text": ({"items": {"pattern": None}}, "pattern=None: it must be a string"),
     "items by name": ({"prefixItems": {}}, "prefixItems={}: it must be a list"),
@@ -302,6 +330,18 @@ def test_one_of_several_disjoint_schemas(how):
 
 
 OTHERS = {  # a schema, with valid texts
+    "a required property with a schema for others": (
+        {"type": "object", "required": ["b"], "additionalProperties": {"type": "null"}},
+        ['{"b":null}'],
+    ),
+    "names among other values": (
+        {"type": "object", "propertyNames": {"enum": [1, "x"]}},
+        ["{}", '{"x":2}'],
+    ),
+    "a property that is required twice": (
+        OBJECT | {"required": ["a", "a"], "minProperties": 1},
+        ['{"a":1}'],
+    ),
     "a required property without a schema": (OBJECT | {"required": ["b"]}, ['{"a":1,"b":[{}]}']),
     "an optional property that is false": (
         {"type": "object", "properties": {"a": False, "b": {"type": "null"}}},
