@@ -68,7 +68,7 @@ class DecodeState:
       emitted: int32 [B], number of emitted tokens.
       limits: int32 [B], each row's max_tokens.
       ended: bool [B].
-      eos: int32 [B, E], tokens that end each row; E may be 0, and -1 is none.
+      eos: int32 [B, E], tokens that end each row; -1 is none.
       sampling: each row's sampling parameters; None: greedy.
       histogram: int32 [B, A], number of rounds of the row that accepted 0, 1, … A-1 drafted tokens.
       ranks: int32 [B, A, W], number of rounds whose path continued, at each depth, with a node's

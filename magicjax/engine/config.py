@@ -42,7 +42,8 @@ class EngineConfig:
         New requests, text and cancellations wait for the end of a call.
       max_stall_ms: the longest pause between two texts of a request that prefill of others and the
         rounds of a call may cause, as measured; at least one round and 16 prompt tokens run. Copies
-        of rows and the drafter's own prefill are not bounded. None: no bound.
+        of rows, log-probabilities of prompts, the drafter's own prefill, and policies that sum the
+        attention of all prompt tokens are not bounded. None: no bound.
       adaptive: whether each call of the loop runs what has the most expected tokens per second:
         plain decoding, or a drafter with a depth up to that of its tree. Rounds of each are
         compiled and timed by `Engine.warm_up`, or before the first request. Sampled requests are

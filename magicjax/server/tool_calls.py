@@ -95,7 +95,7 @@ class Tools:
             if self.parallel:  # the repeated calls come first: one automaton for all of them
                 call = rf"(?:{call}\n)*{call}"
             return call if self.required else f"{_without(self.format.begin)}(?:{call})?"
-        # Text that is no call begins neither with { nor with <|.
+        # Text other than a call does not begin with { or <|.
         text = rf"[{SPACE}]*(?:[^\x00{SPACE}{{<][^\x00]*|<(?:[^\x00|][^\x00]*)?)?"
         return call if self.required else f"{text}|{call}"
 
@@ -281,7 +281,7 @@ class CallParser:
     def _name_and_arguments(self) -> tuple[str | None, int | None]:
         """Returns a call's name and where its arguments begin.
 
-        The position is None while text is missing, and the name is None if there is no call.
+        The position is None while text is incomplete. The name is None for text other than a call.
         """
         text, position, name = self._rest, 0, ""
         if not self._format.begin:
