@@ -141,6 +141,7 @@ def synthetic_state(request: Request) -> loop.DecodeState:
         drafter=drafter_state,
         emitted=jnp.ones_like(request.lengths),
         limits=jnp.array(request.limits),
+        eos=jnp.array(request.eos),
         rounds=jnp.int32(0),
         max_rounds=jnp.int32(loop.ALL_ROUNDS),
     )

@@ -1,1 +1,1 @@
-"""Measures everything that needs a GPU: python -m experiments.studies.gpu."""
+"""Measures everything that needs a GPU or TPU: `python -m experiments.studies.accelerator`."""

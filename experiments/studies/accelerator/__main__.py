@@ -1,9 +1,9 @@
 """Measures everything that needs a GPU or TPU: `python -m experiments.studies.accelerator`.
 
 Needs jax, flax and transformers but no installation; run it from the root of a checkout, with
---smoke on any machine. It runs in parts: correctness, attention alone, and the loop. Parts with
-results, including failed ones, are not run again without --again, so rerunning the command resumes
-an interrupted run. Writes `measurements.json`, and `summary.md` with tables.
+--smoke on any machine. It runs in parts: correctness, attention alone, the loop, and tests on
+the CPU. Parts with results, including failed ones, are not run again without --again, so rerunning
+the command resumes an interrupted run. Writes `measurements.json`, and `summary.md` with tables.
 """
 
 import argparse
@@ -47,6 +47,7 @@ class Plan:
       repeats: timed calls.
       validate: arguments of this command.
       tests: names of test files.
+      fuzzing: minutes of random configurations.
     """
 
     target: str = "llama-3.1-8b"
@@ -63,6 +64,7 @@ class Plan:
     repeats: int = 10
     validate: str = ""
     tests: tuple = ("mosaic", "tpu", "validate", "baselines", "bench")
+    fuzzing: float = 3
 
 
 # Of devices whose memory does not hold the model and caches of `Plan`: TPU v5e, T4, A10, ...
@@ -88,6 +90,7 @@ SMOKE = Plan(
     repeats=2,
     validate="--backend xla --small",
     tests=("bench",),
+    fuzzing=0.1,
 )
 
 
@@ -117,11 +120,8 @@ def parts(plan: Plan) -> list[Part]:
     def add(name: str, command: str, **options: Any) -> None:
         chosen.append(Part(name, tuple(command.split()), **options))
 
-    # conftest.py needs hypothesis, which these tests do not and a bare image lacks.
-    tests = " ".join(f"tests/pallas_kernels/test_{name}.py" for name in plan.tests)
-    pytest = f"pytest -q --noconftest -p no:cacheprovider {tests}"
-    add("tests", pytest, platform="cpu", writes=False)
     add("validate", f"pallas_kernels.benchmarks.validate {plan.validate}")
+    add("fuzz", f"tests.fuzz --minutes {plan.fuzzing}", writes=False)
     kv_heads, group, size = plan.heads
     attention = f"pallas_kernels.benchmarks.bench --kv-heads {kv_heads} --group {group}"
     attention += f" --head-dim {size} --dtype {plan.dtype} --backends {plan.backends}"
@@ -142,6 +142,10 @@ def parts(plan: Plan) -> list[Part]:
         for gamma in gammas:
             shape = f"--batch {batch} --context {context} --nodes {gamma + 1} --gamma {gamma}"
             add(f"grid-{batch}x{context}-gamma{gamma}", f"{bench} {shape} {loop}")
+    # Last, because they run on the CPU. They need no hypothesis, which conftest.py does.
+    tests = " ".join(f"tests/pallas_kernels/test_{name}.py" for name in plan.tests)
+    pytest = f"pytest -q --noconftest -p no:cacheprovider {tests}"
+    add("tests", pytest, platform="cpu", writes=False)
     return chosen
 
 
@@ -158,6 +162,9 @@ def run(part: Part, seconds: float) -> dict[str, Any]:
         "PYTHONUNBUFFERED": "1",
         "NPROC": "8",  # XLA threads, which the kernel's interpreter needs
     }
+    # The fuzzer, which would choose a CPU, runs on the device with XLA's optimizations.
+    environment.setdefault("JAX_PLATFORMS", "")
+    environment.setdefault("XLA_FLAGS", "")
     # An interrupted part reuses its compiled programs.
     programs = pathlib.Path(tempfile.gettempdir()) / "magicjax-programs"
     environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(programs))
