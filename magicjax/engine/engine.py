@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
+from jax.stages import Compiled
 from jaxtyping import Int
 
 from magicjax.checks import check_whole
 from magicjax.decoding import program_cache, runner
-from magicjax.decoding.controller import PROBE_ROUNDS, Controller, Probes
+from magicjax.decoding.controller import PROBE_ROUNDS, Arm, Controller, Probes
 from magicjax.decoding.loop import Prefilled
 from magicjax.decoding.validation import check_params
 from magicjax.drafters import Drafter
@@ -114,6 +115,7 @@ class Engine:
         assert isinstance(config.eos_token_id, tuple)  # set by `make_templates`
         self._eos = {*config.eos_token_id}
         self._loops = speculation.loops(slots, config.adaptive)
+        self._compiled: dict[Arm, Compiled] = {}  # the loops that have run
         self._controller = Controller.create(self._loops, config.slots)
         self._counters = Counters(self._loops)
         self._state = empty_state(self._templates)
@@ -289,7 +291,11 @@ class Engine:
         rounds = min(rounds, PROBE_ROUNDS) if controller.is_probe else rounds
         if rounds != self._max_rounds:
             state, self._max_rounds = runner.with_rounds(state, rounds), rounds
-        s, seconds = runner.run_until_row_ends(slots, self._loops[controller.arm], state)
+        if (loop := self._compiled.get(controller.arm)) is None:
+            settings = self._loops[controller.arm]
+            loop = runner.compile_loop(slots, settings, state, "decode_until_row_ends")
+            self._compiled[controller.arm] = loop
+        s, seconds = runner.run_until_row_ends(slots, loop, state)
         simulated = {}
         if len(self._loops) > 1 and slots.drafter is not None:
             simulated = speculation.simulated(slots.drafter, s.drafter)
