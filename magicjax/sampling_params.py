@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -132,6 +133,9 @@ class SamplingParams:
         for token, value in pairs:
             check_whole("a token of logit_bias", token, 0)
             _check_finite(f"logit_bias[{token}]", value)
+        token, count = Counter(token for token, _ in pairs).most_common(1)[0] if pairs else (0, 0)
+        if count > 1:
+            raise ValueError(f"logit_bias has token {token} {count} times: pass one bias for each")
         object.__setattr__(self, "logit_bias", tuple(sorted((int(t), float(x)) for t, x in pairs)))
         if self.allowed_token_ids is not None:
             ids = tuple(self.allowed_token_ids)

@@ -303,13 +303,19 @@ def check_detokenization(target: Model) -> None:
 
 def checked_logprobs(target: Model, params: Sequence[SamplingParams]) -> int | None:
     """Returns the most alternatives that a row asks for; None if no row has log-probabilities."""
-    count = max((each.logprobs for each in params if each.logprobs is not None), default=None)
-    if count is not None and count > target.config.vocab_size:
-        raise ValueError(
-            f"logprobs={count}: the vocabulary has {target.config.vocab_size} tokens: use at most "
-            "as many"
-        )
-    return count
+
+    def most(name: str) -> int | None:
+        asked = (getattr(each, name) for each in params)
+        count = max((x for x in asked if x is not None), default=None)
+        if count is not None and count > target.config.vocab_size:
+            raise ValueError(
+                f"{name}={count}: the vocabulary has {target.config.vocab_size} tokens: use at "
+                "most as many"
+            )
+        return count
+
+    most("prompt_logprobs")
+    return most("logprobs")
 
 
 def checked_backend(

@@ -23,6 +23,8 @@ from magicjax.server.errors import ApiError, refused
 from magicjax.server.tool_calls import Format, Tools
 
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens in /v1/completions
+# Fields that no grammar can have, so calls of tools that need not follow are not constrained.
+UNCONSTRAINED = ("allowed_token_ids", "bad_words", "min_tokens", "ignore_eos")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,6 +257,8 @@ def _params(
         top_p = 1.0 if body.top_p is None else body.top_p
         min_p = body.min_p or 0.0
     grammar = _grammar(body, served) if tools is None else _grammar_of_tools(tools, served)
+    if tools is not None and not tools.must_match and any(getattr(body, x) for x in UNCONSTRAINED):
+        grammar = None
     try:
         params = SamplingParams(
             temperature=temperature,

@@ -77,7 +77,7 @@ class Texts:
         parser = self.parsers.setdefault(index, new)
         deltas = parser.push(text)
         if reason is not None:
-            deltas += parser.finish(complete=reason == "eos")
+            deltas += parser.finish(complete=reason != "length")
         choice = self._choice(index, "", tokens, logprobs, reason, stream)
         if choice["finish_reason"] == "stop" and parser.num_calls and not parser.open:
             choice["finish_reason"] = "tool_calls"

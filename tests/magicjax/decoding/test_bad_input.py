@@ -211,6 +211,11 @@ REFUSED = {
         ValueError,
         "logprobs=9: the vocabulary has 8 tokens",
     ),
+    "more alternatives of the prompt than tokens": (
+        dict(target=short_model(vocab_size=8), params=magicjax.SamplingParams(prompt_logprobs=9)),
+        ValueError,
+        "prompt_logprobs=9: the vocabulary has 8 tokens",
+    ),
     # verifiers
     "unknown verifier": (
         dict(params=magicjax.SamplingParams(temperature=1), drafter=budget(12), verifier="mms"),

@@ -178,6 +178,7 @@ WRONG = {
     "infinite": (dict(presence_penalty=float("inf")), "presence_penalty=inf: it must be finite"),
     "bias": (dict(logit_bias={3: float("nan")}), "logit_bias.3.=nan: it must be finite"),
     "no token": (dict(allowed_token_ids=()), "allowed_token_ids is empty"),
+    "pairs": (dict(logit_bias=[(3, 1.0), (3, 2.0)]), "logit_bias has token 3 2 times: pass one"),
     "token": (dict(logit_bias={-1: 2.0}), "a token of logit_bias=-1: it must be at least 0"),
     "word": (dict(bad_words=("",)), "bad_words='': a string must have at least 1 character"),
     "longer": (dict(min_tokens=9, max_tokens=8), "min_tokens=9 exceeds max_tokens=8"),

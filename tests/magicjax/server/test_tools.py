@@ -6,6 +6,7 @@ import json
 import re
 
 import jsonschema
+import openai
 import pytest
 import transformers
 from hypothesis import given, settings
@@ -208,6 +209,14 @@ def test_a_call_that_reaches_the_limit_is_partial(client):
             assert expected.arguments.startswith(call.function.arguments)
             begun.add(call.function.arguments)
     assert begun - {expected.arguments}
+
+
+def test_calls_that_need_not_follow_are_not_constrained_beside_fields_without_a_grammar(client):
+    fields = dict(min_tokens=3, bad_words=["zz"])
+    answer = chat(client, extra_body=fields, max_tokens=8)
+    assert answer.usage.completion_tokens == 8
+    with pytest.raises(openai.BadRequestError, match="with a grammar may leave no token"):
+        chat(client, tool_choice="required", extra_body=fields)
 
 
 def test_the_format_of_llama_3(target):
