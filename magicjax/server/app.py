@@ -4,11 +4,12 @@ import asyncio
 import collections
 import concurrent.futures
 import dataclasses
+import functools
 import hmac
 import importlib.resources
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,22 +39,22 @@ PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 )
 GRAMMAR_THREADS = 2
+STATES = ("failed", "stalled", "draining", "ok")  # of an engine, the worst first
 WITH_GRAMMARS = (b'"response_format"', b'"tools"')  # fields of a body
 NO_TOKENS = np.zeros(0, np.int32)
 
-Parse = Callable[[bytes, Served], Generation]
+Parse = Callable[[bytes, Mapping[str, Served]], Generation]
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def create_app(worker: Worker, served: Served, options: ServerOptions) -> Starlette:
+def create_app(models: Sequence[tuple[Served, Worker]], options: ServerOptions) -> Starlette:
     """Returns the application.
 
     Args:
-      worker: of the engine.
-      served: what it serves; the target has a tokenizer.
+      models: of different names, whose targets have tokenizers; each with the worker of its engine.
       options: of the server.
     """
-    routes = _Routes(worker, served, options)
+    routes = _Routes(models, options)
     completions = routes.generating(protocol.parse_completion)
     chat = routes.generating(protocol.parse_chat)
     handlers: dict[Any, Any] = {ApiError: _error, HTTPException: _http_error, Exception: _bug}
@@ -70,14 +71,14 @@ def create_app(worker: Worker, served: Served, options: ServerOptions) -> Starle
         ],
         middleware=[
             Middleware(AccessLog),
-            Middleware(HostCheck, names=options.allowed_hosts),
-            Middleware(ClientLimit, limit=options.max_requests_per_client),
-            Middleware(
+            Middleware(  # so that pages of these origins can read refusals, too
                 CORSMiddleware,
                 allow_origins=options.cors_origins,
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],
             ),
+            Middleware(HostCheck, names=options.allowed_hosts),
+            Middleware(ClientLimit, limit=options.max_requests_per_client),
         ],
         exception_handlers=handlers,
     )
@@ -86,13 +87,17 @@ def create_app(worker: Worker, served: Served, options: ServerOptions) -> Starle
 class _Routes:
     """Handlers of requests."""
 
-    def __init__(self, worker: Worker, served: Served, options: ServerOptions):
-        tokenizer = served.target.tokenizer
-        tokenizer("")  # sets truncation and padding once: from now on threads only read it
-        self._worker, self._served, self._options = worker, served, options
-        self._texts, self._created = responses.token_text(tokenizer), int(time.time())
-        self._metrics = Metrics(lambda: worker.snapshot, served.config.slots)
-        worker.on_result = self._metrics.count
+    def __init__(self, models: Sequence[tuple[Served, Worker]], options: ServerOptions):
+        self._models = {served.name: served for served, _ in models}
+        self._workers = {served.name: worker for served, worker in models}
+        self._options, self._created = options, int(time.time())
+        self._texts: dict[str, responses.TokenText] = {}
+        self._metrics = Metrics(self._workers)
+        for served, worker in models:
+            tokenizer = served.target.tokenizer
+            tokenizer("")  # sets truncation and padding once: from now on threads only read it
+            self._texts[served.name] = responses.token_text(tokenizer)
+            worker.on_result = functools.partial(self._metrics.count, served.name)
         page = importlib.resources.files("magicjax.server").joinpath("status.html")
         self._page = page.read_text("utf-8")
         # Compiling a grammar can take seconds; requests without one do not wait for it.
@@ -131,32 +136,30 @@ class _Routes:
         return handle
 
     async def _respond(self, request: Request, parse: Parse, data: bytes) -> Response:
-        served = self._served
         executor = self._compiling if any(field in data for field in WITH_GRAMMARS) else None
         loop = asyncio.get_running_loop()
-        generation = await loop.run_in_executor(executor, parse, data, served)
-        job = await self._worker.submit(generation)
+        generation = await loop.run_in_executor(executor, parse, data, self._models)
+        worker, texts = (each[generation.served.name] for each in (self._workers, self._texts))
+        job = await worker.submit(generation)
         request.state.job = job  # for the access log
         if generation.stream:
-            return _JobStream(self._worker, job, _chunks(job, served, self._texts))
+            return _JobStream(worker, job, _chunks(job, texts))
         try:
             results = await job.results()
         finally:
-            self._worker.cancel(job)  # if the client has disconnected
-        return JSONResponse(
-            await asyncio.to_thread(responses.answer, generation, served, self._texts, results)
-        )
+            worker.cancel(job)  # if the client has disconnected
+        return JSONResponse(await asyncio.to_thread(responses.answer, generation, texts, results))
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse(responses.model_list(self._served, self._created))
+        return JSONResponse(responses.model_list(self._models.values(), self._created))
 
     async def model(self, request: Request) -> Response:
-        if (name := request.path_params["name"]) != self._served.name:
-            raise ApiError(404, f"the model {name!r} is not served here", code="model_not_found")
-        return JSONResponse(responses.model_card(self._served, self._created))
+        served = protocol.chosen_model(request.path_params["name"], self._models)
+        return JSONResponse(responses.model_card(served, self._created))
 
     async def health(self, request: Request) -> Response:
-        state = self._worker.state(self._options.stall_s)
+        states = {worker.state(self._options.stall_s) for worker in self._workers.values()}
+        state = next(each for each in STATES if each in states)
         return JSONResponse({"status": state}, 200 if state == "ok" else 503)
 
     async def metrics(self, request: Request) -> Response:
@@ -167,7 +170,7 @@ class _Routes:
         return HTMLResponse(self._page, headers={"Content-Security-Policy": PAGE_POLICY})
 
     async def status(self, request: Request) -> Response:
-        return _EventStream(_states(self._worker, self._served))
+        return _EventStream(_states(self._workers))
 
 
 async def _error(_: Request, error: ApiError) -> Response:
@@ -253,10 +256,10 @@ class _JobStream(_EventStream):
             self._worker.cancel(self._job)
 
 
-async def _chunks(job: Job, served: Served, texts: responses.TokenText) -> AsyncIterator[str]:
+async def _chunks(job: Job, texts: responses.TokenText) -> AsyncIterator[str]:
     """Yields the events of a stream of /v1/."""
     generation = job.generation
-    envelope = responses.envelope(generation, served)
+    envelope = responses.envelope(generation)
     if generation.include_usage:
         envelope["usage"] = None
     made = responses.Texts(generation.chat, texts, generation.tools)
@@ -299,26 +302,35 @@ async def _chunks(job: Job, served: Served, texts: responses.TokenText) -> Async
     yield "data: [DONE]\n\n"
 
 
-async def _states(worker: Worker, served: Served) -> AsyncIterator[str]:
-    """Yields the state of the engine every second, until the server ends."""
-    newest = collections.deque([(worker.snapshot, time.monotonic())], maxlen=RATE_EVENTS + 1)
+async def _states(workers: Mapping[str, Worker]) -> AsyncIterator[str]:
+    """Yields the states of all engines every second, until the server ends."""
+    newest = collections.deque[tuple[dict[str, Snapshot], float]](maxlen=RATE_EVENTS + 1)
     while True:
-        newest.append((worker.snapshot, time.monotonic()))
-        (before, then), (snapshot, now) = newest[0], newest[-1]
-        yield _event(_state(served, snapshot, before, now - then))
-        if worker.error is not None or (worker.draining and not worker.num_jobs):
+        snapshots = {name: worker.snapshot for name, worker in workers.items()}
+        newest.append((snapshots, time.monotonic()))
+        (before, then), (_, now) = newest[0], newest[-1]
+        yield _event(
+            [
+                _state(name, worker.config.slots, snapshots[name], before[name], now - then)
+                for name, worker in workers.items()
+            ]
+        )
+        ended = (worker.draining and not worker.num_jobs for worker in workers.values())
+        if any(worker.error is not None for worker in workers.values()) or all(ended):
             return
         await asyncio.sleep(STATUS_S)
 
 
-def _state(served: Served, now: Snapshot, before: Snapshot, seconds: float) -> dict[str, Any]:
+def _state(
+    model: str, slots: int, now: Snapshot, before: Snapshot, seconds: float
+) -> dict[str, Any]:
     """Returns what the status page shows; rates are those since the snapshot before."""
     stats, rounds = now.stats, now.rounds - before.rounds
     tokens = now.tokens - before.tokens
     times = dict(queue=stats.queue_s, ttft=stats.ttft_s, tpot=stats.tpot_s, itl=stats.itl_s)
     return dict(
-        model=served.name,
-        slots=served.config.slots,
+        model=model,
+        slots=slots,
         running=stats.running,
         waiting=stats.waiting,
         tokens_per_s=round(tokens / seconds, 1) if seconds else 0.0,
@@ -332,6 +344,6 @@ def _state(served: Served, now: Snapshot, before: Snapshot, seconds: float) -> d
     )
 
 
-def _event(value: dict[str, Any]) -> str:
+def _event(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return f"data: {text}\n\n"

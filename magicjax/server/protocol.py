@@ -29,7 +29,7 @@ UNCONSTRAINED = ("allowed_token_ids", "bad_words", "min_tokens", "ignore_eos")
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """What the server serves.
+    """A model that the server serves.
 
     Attributes:
       name: of the model, for clients.
@@ -66,6 +66,7 @@ class Generation:
     """A valid request.
 
     Attributes:
+      served: the model that answers.
       chat: whether it came to /v1/chat/completions.
       prompts: int32 [T] each.
       n: samples of each prompt.
@@ -78,6 +79,7 @@ class Generation:
       tools: that the texts may call; None: all text is content.
     """
 
+    served: Served
     chat: bool
     prompts: list[Int[np.ndarray, "T"]]
     n: int
@@ -90,14 +92,18 @@ class Generation:
     tools: Tools | None = None
 
 
-def parse_completion(data: bytes, served: Served) -> Generation:
+def parse_completion(data: bytes, models: Mapping[str, Served]) -> Generation:
     """Returns the request that a body of /v1/completions makes.
+
+    Args:
+      data: the body.
+      models: by name.
 
     Raises:
       ApiError: 400 or 404.
     """
     body = bodies.parse_completion(_json(data))
-    _check_model(body.model, served)
+    served = chosen_model(body.model, models)
     prompt: Any = body.prompt
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         prompt = [prompt]
@@ -111,7 +117,7 @@ def parse_completion(data: bytes, served: Served) -> Generation:
         room = served.capacity - max(map(len, prompts))
         limit = max(1, min(COMPLETION_TOKENS, served.config.max_tokens, room))
     params = _params(body, served, {}, limit, body.logprobs, body.logprobs if body.echo else None)
-    generation = _generation(body, prompts, n, params, {})
+    generation = _generation(body, served, prompts, n, params, {})
     if not body.echo:
         return generation
     if body.stream:
@@ -121,14 +127,13 @@ def parse_completion(data: bytes, served: Served) -> Generation:
     return dataclasses.replace(generation, echo=texts)
 
 
-def parse_chat(data: bytes, served: Served) -> Generation:
+def parse_chat(data: bytes, models: Mapping[str, Served]) -> Generation:
     """Returns the request that a body of /v1/chat/completions makes.
 
-    Raises:
-      ApiError: 400 or 404.
+    Arguments and errors are those of `parse_completion`.
     """
     body = bodies.parse_chat(_json(data))
-    _check_model(body.model, served)
+    served = chosen_model(body.model, models)
     if not served.target.tokenizer.chat_template:
         raise ApiError(400, "the model has no chat template: use /v1/completions")
     n = _checked_count(body, 1, served.config)
@@ -162,12 +167,13 @@ def parse_chat(data: bytes, served: Served) -> Generation:
             )
         return token_ids(served.target, [tokens])
 
-    generation = _generation(body, _tokens(prompts, "messages"), n, params, fields)
+    generation = _generation(body, served, _tokens(prompts, "messages"), n, params, fields)
     return dataclasses.replace(generation, tools=tools)
 
 
 def _generation(
     body: CompletionBody | ChatBody,
+    served: Served,
     prompts: list[Int[np.ndarray, "T"]],
     n: int,
     params: SamplingParams,
@@ -177,6 +183,7 @@ def _generation(
         raise ApiError(400, "stream_options requires stream=true", param="stream_options")
     stream_options = body.stream_options or bodies.StreamOptions()
     return Generation(
+        served=served,
         chat=isinstance(body, ChatBody),
         prompts=prompts,
         n=n,
@@ -196,14 +203,25 @@ def _json(data: bytes) -> Any:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
 
 
-def _check_model(name: str | None, served: Served) -> None:
-    if name not in (None, served.name):
+def chosen_model(name: str | None, models: Mapping[str, Served]) -> Served:
+    """Returns the model of a name, which may be omitted if there is only one.
+
+    Raises:
+      ApiError: 400 or 404.
+    """
+    if name is None and len(models) == 1:
+        return next(iter(models.values()))
+    use = f"use {' or '.join(map(repr, models))}"
+    if name is None:
+        raise ApiError(400, f"model is missing, and {len(models)} are served: {use}", param="model")
+    if name not in models:
         raise ApiError(
             404,
-            f"the model {name[:100]!r} is not served here: use {served.name!r}",
+            f"the model {name[:100]!r} is not served here: {use}",
             param="model",
             code="model_not_found",
         )
+    return models[name]
 
 
 def _checked_count(body: CompletionBody | ChatBody, prompts: int, config: EngineConfig) -> int:

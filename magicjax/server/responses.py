@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -162,14 +162,15 @@ def _rows(tokens: Sequence[int], logprobs: LogProbs) -> Any:
     return zip(tokens, logprobs.chosen.tolist(), tops, logs, strict=True)
 
 
-def envelope(generation: Generation, served: Served) -> dict[str, Any]:
+def envelope(generation: Generation) -> dict[str, Any]:
     """Returns what an answer, and every chunk of a stream, begins with."""
     if not generation.chat:
         kind, prefix = "text_completion", "cmpl"
     else:
         kind, prefix = "chat.completion" + ".chunk" * generation.stream, "chatcmpl"
     identifier = f"{prefix}-{uuid.uuid4().hex}"
-    return dict(id=identifier, object=kind, created=int(time.time()), model=served.name)
+    model = generation.served.name
+    return dict(id=identifier, object=kind, created=int(time.time()), model=model)
 
 
 def usage(results: Sequence[Result], n: int) -> dict[str, Any]:
@@ -195,9 +196,7 @@ def usage(results: Sequence[Result], n: int) -> dict[str, Any]:
     )
 
 
-def answer(
-    generation: Generation, served: Served, texts: TokenText, results: Sequence[Result]
-) -> dict[str, Any]:
+def answer(generation: Generation, texts: TokenText, results: Sequence[Result]) -> dict[str, Any]:
     """Returns the answer to a request without a stream."""
     made = Texts(generation.chat, texts, generation.tools)
     choices = []
@@ -207,7 +206,7 @@ def answer(
         for choice in made.choices(index, *result, stream=False):
             choices.append(choice if before is None else _joined(before, choice))
     counts = usage(results, generation.n)
-    return envelope(generation, served) | {"choices": choices, "usage": counts}
+    return envelope(generation) | {"choices": choices, "usage": counts}
 
 
 def _joined(first: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
@@ -218,12 +217,12 @@ def _joined(first: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
     return then | dict(text=first["text"] + then["text"], logprobs=logprobs)
 
 
-def model_list(served: Served, created: int) -> dict[str, Any]:
+def model_list(models: Iterable[Served], created: int) -> dict[str, Any]:
     """Returns the answer of /v1/models."""
-    return {"object": "list", "data": [model_card(served, created)]}
+    return {"object": "list", "data": [model_card(served, created) for served in models]}
 
 
 def model_card(served: Served, created: int) -> dict[str, Any]:
-    """Returns the description of the model."""
+    """Returns the description of a model."""
     card = dict(id=served.name, object="model", created=created, owned_by="magicjax")
     return card | {"max_model_len": served.capacity}

@@ -95,6 +95,7 @@ class Worker:
     """Runs an engine in a thread; all methods are called from one event loop or before it runs.
 
     Attributes:
+      config: the engine's.
       snapshot: the newest state of the engine.
       error: what ended the thread, if it was an error: requests are then answered with 500, and the
         server exits.
@@ -103,6 +104,7 @@ class Worker:
 
     def __init__(self, engine: Engine):
         """Starts the thread."""
+        self.config = engine.config
         self.snapshot = Snapshot(engine.stats, 0, 0)
         self.error: Exception | None = None
         self._engine = engine

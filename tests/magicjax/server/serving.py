@@ -74,10 +74,9 @@ def running(engine: magicjax.Engine, limits: Limits = LIMITS, **options) -> Iter
     """Runs a server of an engine; ends it, and the engine's requests."""
     target = engine._templates.row.target
     worker = Worker(engine)
-    app = create_app(
-        worker, Served(NAME, target, engine.config), ServerOptions(**OPTIONS | options)
-    )
-    server = Server(app, worker, limits)
+    served = Served(NAME, target, engine.config)
+    app = create_app([(served, worker)], ServerOptions(**OPTIONS | options))
+    server = Server(app, [worker], limits)
     with bind("127.0.0.1", 0) as bound:
         thread = threading.Thread(target=server.run, args=([bound],))
         thread.start()

@@ -264,22 +264,25 @@ def test_health_status_page_and_metrics(server, client):
     assert "EventSource" in httpx.get(server.url).text
     with httpx.stream("GET", f"{server.url}/status") as events:
         line = next(events.iter_lines())
-    state = json.loads(line.removeprefix("data: "))
-    assert state["slots"] == serving.SLOTS
+    (state,) = json.loads(line.removeprefix("data: "))
+    assert state["model"] == serving.NAME and state["slots"] == serving.SLOTS
     for name in ("queue", "ttft", "tpot", "itl"):
         times = state["times"][name]
         assert 0 <= times["p50"] <= times["p90"] <= times["p99"]
     lines = httpx.get(f"{server.url}/metrics").text.splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    of_model = f'model="{serving.NAME}"'
+    values = {name.replace(f"{{{of_model}}}", ""): value for name, value in values.items()}
     stats = server.worker.snapshot.stats
-    finished = values['magicjax_requests_finished_total{reason="length"}']
+    finished = values[f'magicjax_requests_finished_total{{{of_model},reason="length"}}']
     assert float(finished) == stats.finished["length"] > 0
     assert float(values["magicjax_new_tokens_total"]) > 0
     assert float(values["magicjax_loop_tokens_total"]) > float(values["magicjax_rounds_total"])
     assert float(values["magicjax_time_to_first_token_seconds_count"]) > 0
     assert float(values["magicjax_inter_token_latency_seconds_count"]) > 0
     accepted = [
-        float(values[f'magicjax_accepted_rounds_total{{depth="{d}"}}']) for d in (1, 2, 3, 4)
+        float(values[f'magicjax_accepted_rounds_total{{depth="{d}",{of_model}}}'])
+        for d in (1, 2, 3, 4)
     ]
     assert accepted == sorted(accepted, reverse=True)
     assert sum(accepted) == float(values["magicjax_accepted_tokens_total"]) > 0
