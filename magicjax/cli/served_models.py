@@ -145,7 +145,8 @@ def read(
     try:
         content = yaml.safe_load(pathlib.Path(path).read_text("utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"models={path} is not YAML: {error}") from None
+        reason = " ".join(str(error).split())
+        raise ValueError(f"models={path} is not YAML: {reason}") from None
     if not isinstance(content, dict) or not content:
         raise ValueError(
             f"models={path}: it must map the name of each model to its options, such as 'small: "
@@ -173,8 +174,8 @@ def _parsed(
     for key, value in given.items():
         if key not in known:
             raise ValueError(
-                f"{where}: unknown option {key!r}{did_you_mean(str(key), known)}; options of the "
-                "server are on the command line"
+                f"{where}: unknown option {key!r}{did_you_mean(str(key), known)} (options of the "
+                "server are on the command line)"
             )
         if value is not False:
             values = value if isinstance(value, list) else [value]

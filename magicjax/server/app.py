@@ -139,7 +139,8 @@ class _Routes:
         executor = self._compiling if any(field in data for field in WITH_GRAMMARS) else None
         loop = asyncio.get_running_loop()
         generation = await loop.run_in_executor(executor, parse, data, self._models)
-        worker, texts = (each[generation.served.name] for each in (self._workers, self._texts))
+        name = generation.served.name
+        worker, texts = self._workers[name], self._texts[name]
         job = await worker.submit(generation)
         request.state.job = job  # for the access log
         if generation.stream:

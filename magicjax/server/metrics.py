@@ -31,8 +31,9 @@ class Metrics:
             return Counter(f"magicjax_{name}", text, labels, registry=self.registry)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            options = dict(buckets=buckets, registry=self.registry)
-            return Histogram(f"magicjax_{name}", text, ("model",), **options)
+            return Histogram(
+                f"magicjax_{name}", text, ("model",), buckets=buckets, registry=self.registry
+            )
 
         self._prompt = counter("prompt_tokens", "Tokens of prompts of finished requests")
         self._new = counter("new_tokens", "New tokens of finished requests")
