@@ -16,13 +16,14 @@ from magicjax.cli.serve import API_KEY
 from magicjax.options import token_count
 
 if TYPE_CHECKING:
-    from magicjax.benchmarks.http_load.client import Request
+    from magicjax.benchmarks.http_load.client import Request, Sample
     from magicjax.benchmarks.http_load.load import Level, Run
     from magicjax.benchmarks.http_load.summary import Targets
 
 URL = "http://127.0.0.1:8000"
 CONCURRENCY = (1, 4, 16)
 FAILED = 1  # exit code
+CALIBRATION = 4000  # characters of the prompt that shows how long tokens are
 
 
 def add(commands: Any) -> None:
@@ -102,7 +103,15 @@ def _add_requests(group: Any) -> None:
     group.add_argument(
         "--prompts",
         metavar="FILE",
-        help='JSON lines with "messages" or "prompt", used cyclically; default: bundled messages',
+        help='JSON lines with "messages", "prompt" or "turns", of which the first one is sent, and '
+        'optionally "category"; used cyclically; default: bundled messages',
+    )
+    group.add_argument(
+        "--prompt-tokens",
+        type=token_count,
+        metavar="N",
+        help="put source code of Python's standard library before each prompt, so that it has "
+        "about N tokens; default: prompts as they are",
     )
     group.add_argument(
         "--api",
@@ -157,15 +166,15 @@ def run(arguments: argparse.Namespace) -> int:
     runs: list[Run] = []
     code = 0
     try:
-        asyncio.run(_measure(arguments, urls, _requests(arguments, prompts), runs))
+        asyncio.run(_measure(arguments, urls, prompts, runs))
     except KeyboardInterrupt:
         code = INTERRUPTED
         _note("interrupted: the report has the requests that have ended")
     if not any(run.samples for run in runs):
         return code
-    rows = summary.summarize(runs, targets)
-    print(report.terminal_table(rows))
-    report.write(folder, runs, rows, _settings(arguments, runs, len(prompts)))
+    rows, categories = summary.summarize(runs, targets), summary.by_category(runs)
+    print(report.terminal_table(rows, categories))
+    report.write(folder, runs, rows, categories, _settings(arguments, runs, len(prompts)))
     _note("wrote " + ", ".join(str(folder / name) for name in report.FILES))
     failed = summary.failures(runs)
     if failed:
@@ -217,8 +226,32 @@ def _requests(arguments: argparse.Namespace, prompts: "Sequence[Request]") -> "l
     for n in range(arguments.requests):
         prompt = prompts[n % len(prompts)]
         seed = {"seed": arguments.seed + n} if arguments.temperature else {}
-        requests.append(Request(prompt.path, prompt.body | shared | seed))
+        requests.append(Request(prompt.path, prompt.body | shared | seed, prompt.category))
     return requests
+
+
+def _lengthened(
+    requests: "Sequence[Request]", tokens: int, samples: "Sequence[Sample]", long: "Request"
+) -> "list[Request]":
+    """Returns the requests with about so many prompt tokens each.
+
+    Args:
+      requests: of any length.
+      tokens: of a prompt.
+      samples: of `long`, whose characters per token are those of the text before each prompt.
+      long: a request with mostly that text.
+    """
+    from magicjax.benchmarks.http_load.prompts import with_text_before
+
+    counts = [sample.prompt_tokens for sample in samples if sample.prompt_tokens]
+    if not counts:
+        raise ValueError("prompt_tokens: the servers send no usage: omit --prompt-tokens")
+    per_token = len(str(long.body)) / max(counts)
+    found = []
+    for number, request in enumerate(requests):
+        missing = int(tokens * per_token) - len(str(request.body))
+        found.append(with_text_before(request, max(0, missing), number))
+    return found
 
 
 def _levels(arguments: argparse.Namespace) -> "list[Level]":
@@ -232,12 +265,13 @@ def _levels(arguments: argparse.Namespace) -> "list[Level]":
 async def _measure(
     arguments: argparse.Namespace,
     urls: dict[str, str],
-    requests: "Sequence[Request]",
+    prompts: "Sequence[Request]",
     runs: "list[Run]",
 ) -> None:
     """Appends to `runs`; raises ValueError or OSError for a server that cannot be measured."""
     from magicjax.benchmarks.http_load import client as http
     from magicjax.benchmarks.http_load import load
+    from magicjax.benchmarks.http_load.prompts import with_text_before
 
     key = os.environ.get(API_KEY) if arguments.api_key is None else arguments.api_key
     async with http.make_client(key, arguments.timeout) as client:
@@ -245,7 +279,13 @@ async def _measure(
         for label, url in urls.items():
             name = arguments.model or await http.find_model(client, url)
             servers.append(http.Server(label, url, name))
-        await load.warm_up(client, servers, requests[0])
+        requests = _requests(arguments, prompts)
+        first = requests[0]
+        if tokens := arguments.prompt_tokens:
+            first = with_text_before(first, min(tokens, CALIBRATION), 0)
+        samples = await load.warm_up(client, servers, first)
+        if tokens:
+            requests = _lengthened(requests, tokens, samples, first)
         await load.measure(
             client,
             servers,
@@ -269,7 +309,8 @@ def _settings(arguments: argparse.Namespace, runs: "Sequence[Run]", prompts: int
         "arrivals": f"Poisson, seed {arguments.seed}" if arguments.rates else "closed loop",
         "requests": f"{arguments.requests} for each level and server, sent within "
         f"{arguments.seconds:g} s, repeats: {arguments.repeats}",
-        "prompts": f"{prompts} from {arguments.prompts or 'the bundled file'}",
+        "prompts": f"{prompts} from {arguments.prompts or 'the bundled file'}"
+        + (f", of about {arguments.prompt_tokens} tokens" if arguments.prompt_tokens else ""),
         "answers": f"at most {arguments.max_tokens} tokens, temperature {arguments.temperature:g}",
         "limits of goodput": ", ".join(limits) or "none",
     }

@@ -30,10 +30,17 @@ class Server:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A request: the path below /v1/, and the body without the model."""
+    """A request.
+
+    Attributes:
+      path: below /v1/.
+      body: without the model.
+      category: of the prompt; "" for none.
+    """
 
     path: str
     body: dict[str, Any]
+    category: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +57,7 @@ class Sample:
       tpot_s: per token after the first piece of text, whose tokens are counted by its share of the
         characters; None for text in one piece and without counts.
       prompt_tokens, cached_tokens, new_tokens, accepted_tokens: None where a server sends none.
+      category: of the request.
     """
 
     status: str
@@ -62,6 +70,7 @@ class Sample:
     cached_tokens: int | None = None
     new_tokens: int | None = None
     accepted_tokens: int | None = None
+    category: str = ""
 
 
 class StreamError(Exception):
@@ -140,7 +149,7 @@ async def send(
         status, reason = "not OpenAI's", f"an event is not OpenAI's: {error}"
     total_s = time.perf_counter() - due
     if status != OK:
-        return Sample(status, reason, due - start, total_s)
+        return Sample(status, reason, due - start, total_s, category=request.category)
     new_tokens = usage.get("completion_tokens")
     prompt, new = (usage.get(f"{kind}_tokens_details") or {} for kind in ("prompt", "completion"))
     return Sample(
@@ -154,6 +163,7 @@ async def send(
         cached_tokens=prompt.get("cached_tokens"),
         new_tokens=new_tokens,
         accepted_tokens=new.get("accepted_prediction_tokens"),
+        category=request.category,
     )
 
 

@@ -41,8 +41,11 @@ class Run:
     seconds: float = 0.0
 
 
-async def warm_up(client: httpx.AsyncClient, servers: Sequence[Server], request: Request) -> None:
-    """Sends a request to every server; raises ValueError if one fails."""
+async def warm_up(
+    client: httpx.AsyncClient, servers: Sequence[Server], request: Request
+) -> list[Sample]:
+    """Returns the samples of a request to every server; raises ValueError if one fails."""
+    samples = []
     for server in servers:
         now = time.perf_counter()
         sample = await send(client, server, request, now, now)
@@ -50,6 +53,8 @@ async def warm_up(client: httpx.AsyncClient, servers: Sequence[Server], request:
             raise ValueError(
                 f"url={server.url}: the first request failed: {sample.status}: {sample.error}"
             )
+        samples.append(sample)
+    return samples
 
 
 async def measure(

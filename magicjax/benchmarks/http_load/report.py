@@ -46,6 +46,7 @@ def header_and_cells(
         "requests/s": [_number(row["requests_per_s"]) for row in rows],
         "goodput/s": [_number(row["goodput_per_s"]) for row in rows],
         "τ": [_number(row["tau"]) for row in rows],
+        "prompt tokens": [_number(row["prompt_tokens"]) for row in rows],
         "cached prompt": [_percent(row["cached"]) for row in rows],
         "requests": [str(row["requests"]) for row in rows],
         "errors": [row["errors"] or None for row in rows],
@@ -54,15 +55,36 @@ def header_and_cells(
     return [*filled], [list(cells) for cells in zip(*filled.values(), strict=True)]
 
 
-def terminal_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the table of levels and servers."""
-    return markdown_table(*header_and_cells(rows))
+CATEGORY_HEADER = (
+    *("category", "server", "requests", "prompt tokens", "TPOT ms p50"),
+    *("tokens/s of a user", "τ"),
+)
+
+
+def category_cells(categories: Sequence[Mapping[str, Any]]) -> list[list[str | None]]:
+    """Returns the cells of `CATEGORY_HEADER`, of the rows of `by_category`."""
+    numbers = ("requests", "prompt_tokens", "tpot_ms_p50", "user_tokens_per_s", "tau")
+    return [
+        [row["category"] or "none", row["server"], *(_number(row[name]) for name in numbers)]
+        for row in categories
+    ]
+
+
+def terminal_table(
+    rows: Sequence[Mapping[str, Any]], categories: Sequence[Mapping[str, Any]] = ()
+) -> str:
+    """Returns the table of levels and servers, and one of categories if there are any."""
+    table = markdown_table(*header_and_cells(rows))
+    if not categories:
+        return table
+    return f"{table}\n\n{markdown_table(CATEGORY_HEADER, category_cells(categories))}"
 
 
 def write(
     folder: pathlib.Path,
     runs: Sequence[Run],
     rows: Sequence[Mapping[str, Any]],
+    categories: Sequence[Mapping[str, Any]],
     settings: Mapping[str, str],
 ) -> None:
     """Writes `FILES` into a folder.
@@ -71,6 +93,7 @@ def write(
       folder: which exists.
       runs: for requests.csv.
       rows: of `summarize`.
+      categories: of `by_category`.
       settings: what the page says about the load, by name.
     """
     requests = [
@@ -83,13 +106,19 @@ def write(
             writer = csv.DictWriter(file, records[0] if records else [])
             writer.writeheader()
             writer.writerows(records)
-    (folder / FILES[2]).write_text(page(rows, settings), "utf-8")
+    (folder / FILES[2]).write_text(page(rows, categories, settings), "utf-8")
 
 
-def page(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, str]) -> str:
-    """Returns the page, which needs no other file."""
-    header, cells = header_and_cells(rows)
-    body = "".join(_html_row("td", [cell or "–" for cell in line]) for line in cells)
+def page(
+    rows: Sequence[Mapping[str, Any]],
+    categories: Sequence[Mapping[str, Any]],
+    settings: Mapping[str, str],
+) -> str:
+    """Returns the page, which needs no other file; arguments are those of `write`."""
+    tables = _html_table(*header_and_cells(rows))
+    if categories:
+        tables += "<h2>By category</h2>\n"
+        tables += _html_table(CATEGORY_HEADER, category_cells(categories))
     terms = "".join(
         f"<dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd>"
         for name, value in settings.items()
@@ -103,11 +132,17 @@ def page(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, str]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>magicjax bench-serve</title><style>{STYLE}</style></head>\n<body>"
         f"<h1>magicjax bench-serve</h1>\n<section>{plots}</section>\n"
-        f"<div><table><thead>{_html_row('th', header)}</thead><tbody>{body}</tbody></table></div>\n"
+        f"{tables}"
         "<p>TTFT: time to first token. TPOT: time per output token after the first text. Goodput: "
         "requests that met the limits. τ: tokens per pass of the target. Cached: prompt tokens "
         f"that the server had in its cache.</p>\n<dl>{terms}</dl></body></html>\n"
     )
+
+
+def _html_table(header: Sequence[str], cells: Sequence[Sequence[str | None]]) -> str:
+    body = "".join(_html_row("td", [cell or "–" for cell in line]) for line in cells)
+    head = _html_row("th", header)
+    return f"<div><table><thead>{head}</thead><tbody>{body}</tbody></table></div>\n"
 
 
 def _html_row(tag: str, cells: Sequence[str]) -> str:

@@ -62,6 +62,40 @@ def summarize(runs: Sequence[Run], targets: Targets) -> list[dict[str, Any]]:
     return rows
 
 
+def by_category(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Returns a row for each category and server, of the requests of all levels.
+
+    It is empty with fewer than two categories.
+    """
+    groups: dict[tuple[str, str], list[Sample]] = {}
+    for run in runs:
+        for sample in run.samples:
+            if sample.status == OK:
+                groups.setdefault((sample.category, run.server.label), []).append(sample)
+    servers = list(dict.fromkeys(run.server.label for run in runs))
+    categories = sorted({category for category, _ in groups})
+    if len(categories) < 2:
+        return []
+    rows = []
+    for category in categories:
+        for server in servers:
+            if good := groups.get((category, server)):
+                tpots = [1e3 * x for sample in good if (x := sample.tpot_s) is not None]
+                tpot = float(np.median(tpots)) if tpots else None
+                rows.append(
+                    {
+                        "category": category,
+                        "server": server,
+                        "requests": len(good),
+                        "prompt_tokens": _mean(sample.prompt_tokens for sample in good),
+                        "tpot_ms_p50": tpot,
+                        "user_tokens_per_s": 1e3 / tpot if tpot else None,
+                        "tau": tau(good),
+                    }
+                )
+    return rows
+
+
 def _row(runs: Sequence[Run], targets: Targets) -> dict[str, Any]:
     samples = [sample for run in runs for sample in run.samples]
     good = [sample for sample in samples if sample.status == OK]
@@ -79,6 +113,7 @@ def _row(runs: Sequence[Run], targets: Targets) -> dict[str, Any]:
         requests_per_s=len(good) / seconds,
         goodput_per_s=sum(map(targets.met, good)) / seconds if has_targets else None,
         tau=tau(good),
+        prompt_tokens=_mean(sample.prompt_tokens for sample in good),
         cached=_ratio(good, "cached_tokens", "prompt_tokens"),
     )
     for field, (name, scale) in SCALES.items():
@@ -117,6 +152,12 @@ def tau(samples: Sequence[Sample]) -> float | None:
 def _total(values: Iterable[int | None]) -> int | None:
     known = list(values)
     return None if None in known else sum(value or 0 for value in known)
+
+
+def _mean(values: Iterable[int | None]) -> float | None:
+    known = list(values)
+    total = _total(known)
+    return None if total is None or not known else total / len(known)
 
 
 def _ratio(samples: Sequence[Sample], part: str, whole: str) -> float | None:

@@ -1,14 +1,15 @@
 """`magicjax bench-serve`: refused input, and measuring a tiny server on loopback."""
 
+import collections
 import csv
 import json
 
 import pytest
 
 from magicjax.benchmarks.http_load import load
-from magicjax.benchmarks.http_load.client import OK, Sample
+from magicjax.benchmarks.http_load.client import OK, Request, Sample
 from magicjax.benchmarks.http_load.load import Run
-from magicjax.benchmarks.http_load.prompts import read_prompts
+from magicjax.benchmarks.http_load.prompts import read_prompts, with_text_before
 from magicjax.cli.serve import API_KEY
 from tests.magicjax.server import serving
 
@@ -43,7 +44,9 @@ def test_invalid_options_exit_with_code_2_and_the_reason(name, run, tmp_path, mo
     ("line", "message"),
     [
         ("{", "line 2: not JSON"),
-        ("[1]", 'line 2: it must have either "prompt"'),
+        ("[1]", 'line 2: it must have one of "prompt"'),
+        ('{"turns": []}', 'line 2: it must have one of "prompt"'),
+        ('{"prompt": "a", "category": 3}', "line 2: category=3: it must be a text"),
         (json.dumps({"messages": [dict(role="user", content="a")] * 2}), "line 2: 2 messages are"),
     ],
 )
@@ -69,7 +72,31 @@ def test_lines_go_to_the_api_that_they_name_or_to_the_chosen_one(tmp_path):
     assert found("chat") == [(chat, {"messages": user}), (chat, {"messages": messages})]
     assert found("completions") == [(completions, {"prompt": "a"}), (completions, {"prompt": "b"})]
     bundled = read_prompts(None, None)
-    assert len(bundled) >= 8 and {request.path for request in bundled} == {chat}
+    assert {request.path for request in bundled} == {chat}
+    counts = collections.Counter(request.category for request in bundled)
+    assert counts == dict(low=4, mixed=4, high=4)
+
+
+def test_rows_of_speed_bench_are_read(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    row = dict(question_id="1", category="coding", sub_category="", turns=["a", "b"])
+    path.write_text(json.dumps(row))
+    (request,) = read_prompts(str(path), None)
+    assert request.category == "coding"
+    assert request.body == {"messages": [dict(role="user", content="a")]}
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_text_before_a_prompt_makes_it_longer_and_differs(path):
+    body = {"prompt": "ask"} if path == "completions" else {}
+    body = body or {"messages": [dict(role="user", content="ask")]}
+    request = Request(path, body | {"max_tokens": 3}, "low")
+    longer = [with_text_before(request, 500, number) for number in range(3)]
+    texts = [str(each.body.get("prompt") or each.body["messages"][0]["content"]) for each in longer]
+    assert len(set(texts)) == 3
+    for each, text in zip(longer, texts, strict=True):
+        assert len(text) == 505 and text.endswith("\n\nask")
+        assert each.body["max_tokens"] == 3 and each.category == "low"
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +136,7 @@ def test_two_servers_are_compared(server, bench, tmp_path):
         assert 6 <= int(row["new_tokens"]) <= 6 * 24
         assert float(row["ttft_ms_p50"]) <= 1e3 * float(row["e2e_s_p50"])
         assert 1 <= float(row["tau"]) <= 6
-    assert "vs off" in output and output.count("\n") == 6
+    assert "vs off" in output and "| high     | on" in output
     assert "on, 1 at once: 6 requests in" in errors
     assert "tiny at http://127.0.0.1" in (tmp_path / "out" / "report.html").read_text("utf-8")
     assert KEY not in "".join(path.read_text("utf-8") for path in (tmp_path / "out").iterdir())
@@ -124,6 +151,17 @@ def test_refused_requests_are_no_failure(server, bench, tmp_path):
     assert code == 0, errors
     assert row["errors"].startswith("429: ") and "goodput/s" in output
     assert float(row["goodput_per_s"]) == float(row["requests_per_s"]) > 0
+
+
+def test_prompts_have_about_the_asked_tokens(server, bench, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [dict(prompt="a", category="low"), dict(prompt="b", category="high")]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    options = ("--concurrency", 1, "--requests", 4, "--prompt-tokens", 120, "--prompts", prompts)
+    code, output, errors, (row,) = bench(*options)
+    assert code == 0, errors
+    assert float(row["prompt_tokens"]) == pytest.approx(120, rel=0.25)
+    assert "| category | server" in output.replace("  ", " ") and "low" in output
 
 
 def test_an_interrupt_writes_what_there_is(bench, monkeypatch):

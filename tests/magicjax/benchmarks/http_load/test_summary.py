@@ -64,12 +64,27 @@ def test_repeats_are_pooled_and_the_last_server_is_the_baseline():
     assert rows[0]["requests"] == 4 and rows[0]["seconds"] == 2
 
 
+def test_categories_pool_the_requests_of_all_levels():
+    low = [sample(category="low", tpot_s=0.01), sample(category="low", tpot_s=0.03)]
+    high = [sample(category="high", accepted=0), failed()]
+    levels = [Run(ON, Level(concurrency=n), [each, *high], 1.0) for n, each in enumerate(low, 1)]
+    rows = summary.by_category(levels)
+    assert [row["category"] for row in rows] == ["high", "low"]
+    assert rows[0]["requests"] == 2 and rows[0]["tau"] == 1 and rows[1]["tau"] == 2
+    assert rows[1]["tpot_ms_p50"] == pytest.approx(20) and rows[1]["prompt_tokens"] == 20
+    assert rows[1]["user_tokens_per_s"] == pytest.approx(50)
+    table = report.terminal_table(summary.summarize(levels, Targets()), rows)
+    assert "tokens/s of a user" in table
+    assert "By category" in report.page([], rows, {})
+    assert not summary.by_category([Run(ON, Level(concurrency=1), low, 1.0)])
+
+
 def test_files_of_the_report(tmp_path):
     runs = two_servers()
     rows = summary.summarize(runs, Targets(ttft_s=1.0))
     table = report.terminal_table(rows)
     assert "vs off" in table and "3×" in table and "100 / 100" in table and "<500>: 1" in table
-    report.write(tmp_path, runs, rows, {"a": "<b>"})
+    report.write(tmp_path, runs, rows, [], {"a": "<b>"})
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(report.FILES)
     levels, requests = (
         list(csv.DictReader((tmp_path / name).read_text("utf-8").splitlines()))
