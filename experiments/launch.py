@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from experiments.report import labels, page, results_folder, terminal
+from experiments.report import answer, labels, page, results_folder, terminal
 from experiments.runner import estimates, launchers, multihost, preflight, provenance, tracking
 from experiments.runner.cell_process import Limits
 from experiments.schema import columns, config, grid, store
@@ -148,7 +148,7 @@ def _print_cell(console: Console, label: str, row: dict[str, Any], printed: set[
         result = f"τ {row['tau']:.2f}"
         if row["speedup"] is not None:
             result = f"{row['decode_tok_s']:.0f} tokens/s, {row['speedup']:.2f}×, {result}"
-        if not terminal.is_exact(row):
+        if not labels.is_exact(row):
             result += f", NOT equal to plain decoding ({row['exact_match']:.3f} of the rows)"
     elif row["error"] in printed:
         return
@@ -176,8 +176,11 @@ def publish(whole: Grid, console: Console) -> list[dict[str, Any]]:
 def _report(whole: Grid, console: Console, rows: list[dict[str, Any]]) -> None:
     """Writes and prints the results."""
     store.write_summary(whole.directory, rows, columns.names_of(rows))
-    to_do = len(whole.cells) - len(rows)
-    written = page.write(whole.directory, [row["key"] for row in rows], to_do)
+    results = results_folder.read(whole.directory, [row["key"] for row in rows])
+    written = page.write(results, len(whole.cells) - len(rows))
+    rows = answer.with_intervals(results.cells)
+    for sentence in answer.sentences(rows):
+        console.print(sentence, markup=False, highlight=False)
     console.print(terminal.table(rows, title=whole.experiment.name))
     for line in (*terminal.LEGEND, *terminal.notes(rows)):
         console.print(line, markup=False)
@@ -326,7 +329,7 @@ def _measure(
     with stop.on_signals(console.print):
         run(whole, pending, console, launcher, tracker, known, stop)
         rows = publish(whole, console)
-    passed = all(row["status"] == "ok" and terminal.is_exact(row) for row in rows)
+    passed = all(row["status"] == "ok" and labels.is_exact(row) for row in rows)
     passed &= all(whole.state(cell) == "finished" for cell in pending)
     status = INTERRUPTED if stop.no_more else 0 if passed else 1
     tracker.close({INTERRUPTED: "interrupted", 0: "ok", 1: "failed"}[status])

@@ -81,9 +81,7 @@ class SamplingParams:
 
     def __post_init__(self):
         check_real("temperature", self.temperature, "0 for greedy decoding")
-        if self.temperature != 0 and not (
-            TINY <= self.temperature and math.isfinite(np.float32(self.temperature))
-        ):
+        if self.temperature != 0 and not TINY <= self.temperature <= LARGEST:
             raise ValueError(
                 f"temperature={self.temperature}: it must be 0 for greedy decoding, or at least "
                 f"{TINY:.1e} and finite in float32"

@@ -8,12 +8,12 @@ with requests drawn.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from jaxtyping import Float
 
-from experiments.report import labels, terminal
+from experiments.report import labels
 from experiments.report.labels import Row, Rows
 from experiments.report.results_folder import CellResult
 
@@ -141,7 +141,7 @@ def _answer(rows: Rows, columns: Sequence[str]) -> Answer:
     drafted = [row for row in rows if row["status"] == "ok" and row["draft"] != "none"]
     timed = any(row["speedup"] is not None for row in drafted)
     ranked = ranking(drafted, "speedup" if timed else "tau")
-    exact = [row for row in ranked if terminal.is_exact(row)]
+    exact = [row for row in ranked if labels.is_exact(row)]
     best = exact[0] if exact else None
     faster = ranked[: ranked.index(best)] if best else ranked
     rates = [row["ar_decode_tok_s"] for row in drafted if row["speedup"] is not None]
@@ -153,6 +153,66 @@ def _answer(rows: Rows, columns: Sequence[str]) -> Answer:
         timed,
         (min(rates), max(rates)) if rates else None,
     )
+
+
+def sentences(rows: Rows) -> list[str]:
+    """Returns the answers in words: the highest speedup, equal texts, where plain decoding wins.
+
+    Args:
+      rows: with intervals.
+    """
+    found = answers(rows)
+    timed = [one for one in found if one.timed]
+    faster = [
+        (one, one.best) for one in timed if one.best and not one.unclear and not one.plain_wins
+    ]
+    lines = []
+    if faster:
+        first, best = max(faster, key=lambda pair: pair[1]["speedup"])
+        lines.append(
+            f"Fastest: {best['method']}, {labels.with_interval(best, 'speedup')}× plain decoding "
+            f"({labels.describe(first.group)}; {best['evidence']})."
+        )
+    elif timed:
+        lines.append("No method is shown to be faster than plain decoding.")
+    lines += _equal_texts(rows)
+    if len(faster) == len(timed) > 1:
+        lines.append("Speculation is faster than plain decoding wherever it was timed.")
+    if lost := _groups(one for one in timed if one.plain_wins):
+        lines.append(f"Plain decoding wins at {lost}.")
+    if unclear := _groups(one for one in timed if one.unclear):
+        lines.append(f"Undecided, because the interval contains 1: {unclear}.")
+    for one in timed:
+        if one.disturbed and one.plain_rates is not None:
+            slow, fast = one.plain_rates
+            lines.append(
+                f"Plain decoding of the same prompts ran at {slow:,.0f} to {fast:,.0f} tokens/s "
+                f"({_groups([one])}): other work disturbed the machine, so measure again."
+            )
+    if untimed := sum(one.best is not None and not one.timed for one in found):
+        lines.append(f"Without times, methods are compared by τ ({untimed} of {len(found)}).")
+    return lines
+
+
+def _equal_texts(rows: Rows) -> list[str]:
+    """Returns the sentence on how many texts equal plain decoding's, if any are compared."""
+    compared = [
+        (row["exact_match"], row.get("requests") or row["batch"])
+        for row in rows
+        if row["status"] == "ok" and row["draft"] != "none" and row["exact_match"] is not None
+    ]
+    if not compared:
+        return []
+    texts = sum(size for _, size in compared)
+    equal = sum(round(share * size) for share, size in compared)
+    if equal == texts:
+        return [f"All {texts} texts equal plain decoding's."]
+    return [f"{texts - equal} of {texts} texts are NOT equal to plain decoding's."]
+
+
+def _groups(found: Iterable[Answer]) -> str:
+    """Returns the names of groups."""
+    return "; ".join(labels.describe(one.group) for one in found)
 
 
 def ranking(rows: Rows, column: str) -> list[Row]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import altair as alt
 
-from experiments.report import terminal
+from experiments.report import labels
 from experiments.report.export import Figure
 from experiments.report.figures import in_panels
 from experiments.report.labels import Row, Rows
@@ -93,6 +93,6 @@ def _cell(row: Row, value: str, unit: str) -> Row:
     if number:
         text = f"{number:.2f}{unit}"
     else:
-        text = terminal.failure(row).replace(" of ", " of\n") if "status" in row else NOT_RUN
+        text = labels.failure(row).replace(" of ", " of\n") if "status" in row else NOT_RUN
     log = math.log2(number) if number else None
     return {name: row[name] for name in ("method", "batch", "context")} | {"log": log, "text": text}

@@ -1,4 +1,4 @@
-"""Names of settings in tables, figures and messages, and the colour and marker of each method."""
+"""Names and values in tables, figures and messages, and the colour and marker of each method."""
 
 import collections
 import re
@@ -67,6 +67,28 @@ def value_text(name: str, value: Any) -> str:
     if name == "rate":  # text in a summary, where infinity is no number
         return f"{float(value):g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+FAILED = {"memory": "out of memory", "timeout": "too slow", "crash": "crashed"}
+
+
+def failure(row: Row) -> str:
+    """Returns why a row has no result, in short."""
+    return FAILED.get(row["status"], "failed")
+
+
+def is_exact(row: Row) -> bool:
+    """Returns whether a finished row has plain decoding's tokens, or cannot be compared."""
+    return row["exact_match"] in (None, 1.0)
+
+
+def with_interval(row: Row, column: str) -> str:
+    """Returns a row's value with its interval: "1.84 [1.79, 1.90]"."""
+    value = f"{row[column]:.2f}"
+    timed = row["speedup"] is not None
+    if row["low"] is None or timed != (column == "speedup") or row["draft"] == "none":
+        return value
+    return f"{value} [{row['low']:.2f}, {row['high']:.2f}]"
 
 
 def heading(name: str) -> str:

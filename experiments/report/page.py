@@ -14,7 +14,7 @@ import json
 import pathlib
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,6 @@ from experiments.report import (
     heat_maps,
     labels,
     ranking,
-    terminal,
 )
 from experiments.report.export import Figure
 from experiments.report.labels import Row, Rows
@@ -66,18 +65,14 @@ SERVED_NOTE = (
 )
 
 
-def write(directory: pathlib.Path, keys: list[str] | None = None, to_do: int = 0) -> list[str]:
-    """Writes the report of a folder's cells, by default all, and returns the names of its files.
+def write(results: Results, to_do: int = 0) -> list[str]:
+    """Writes the report of a folder's cells, and returns the names of its files.
 
     Args:
-      directory: of the results.
-      keys: of the cells.
+      results: the cells.
       to_do: how many other cells of the experiment have not ended.
-
-    Raises:
-      ConfigError: the folder cannot be read (`results_folder.read`).
     """
-    results = read(directory, keys)
+    directory = results.directory
     rows = answer.with_intervals(results.cells)
     shutil.rmtree(directory / FIGURES, ignore_errors=True)  # of an earlier report
     made = {
@@ -212,15 +207,13 @@ def _folded(title: str, *parts: str) -> str:
 
 def _answers(rows: Rows, to_do: int) -> str:
     """Returns the HTML that opens the page: the best method of each group."""
-    found = answer.answers(rows)
     finished = sum(row["status"] == "ok" for row in rows)
-    sentences = [*_summary(found), f"{finished} of {len(rows) + to_do} cells have a result."]
-    if wrong := sum(row["status"] == "ok" and not terminal.is_exact(row) for row in rows):
-        sentences.append(f"<b>{wrong} are NOT equal to plain decoding.</b>")
-    table = pd.DataFrame([_line(one) for one in found]).fillna("–")
+    count = f"{finished} of {len(rows) + to_do} cells have a result."
+    first, *others = (html.escape(text, quote=False) for text in (*answer.sentences(rows), count))
+    table = pd.DataFrame([_line(one) for one in answer.answers(rows)]).fillna("–")
     table = table.loc[:, (table != "").any()]
     return (
-        f'<p class="lead">{" ".join(sentences)}</p>{_html(table, "answers")}'
+        f'<p class="lead"><b>{first}</b> {" ".join(others)}</p>{_html(table, "answers")}'
         f'<p class="note">{NOTE}{SERVED_NOTE * any(row["slots"] for row in rows)}</p>'
     )
 
@@ -234,46 +227,6 @@ def _html(table: pd.DataFrame, kind: str | None = None) -> str:
     return f'<div class="wide">{shown}</div>'
 
 
-def _summary(found: Sequence[answer.Answer]) -> list[str]:
-    """Returns the HTML sentences with the best speedup, and with where plain decoding wins."""
-    timed = [one for one in found if one.timed]
-    decided = [one for one in timed if not one.unclear]
-    faster = [(one, one.best) for one in decided if one.best is not None and not one.plain_wins]
-    lost = _groups(one for one in timed if one.plain_wins)
-    unclear = _groups(one for one in timed if one.unclear)
-    sentences = []
-    if faster:
-        first, best = max(faster, key=lambda pair: pair[1]["speedup"])
-        sentences.append(
-            f"Best: <b>{html.escape(best['method'])}</b>, "
-            f"<b>{ranking.with_interval(best, 'speedup')}×</b> plain decoding "
-            f"({html.escape(labels.describe(first.group))}; {best['evidence']})."
-        )
-        if len(faster) == len(timed):
-            sentences.append("Speculation is faster than plain decoding wherever it was timed.")
-    elif timed:
-        sentences.append("<b>No method is shown to be faster than plain decoding.</b>")
-    if lost:
-        sentences.append(f"Plain decoding wins at {lost}.")
-    if unclear:
-        sentences.append(f"Undecided, because the interval contains 1: {unclear}.")
-    for one in timed:
-        if one.disturbed and one.plain_rates is not None:
-            slow, fast = one.plain_rates
-            sentences.append(
-                f"<b>Plain decoding of the same prompts ran at {slow:,.0f} to {fast:,.0f} tokens/s "
-                f"({_groups([one])}): other work disturbed the machine, so measure again.</b>"
-            )
-    if untimed := sum(one.best is not None and not one.timed for one in found):
-        sentences.append(f"Without times, methods are compared by τ ({untimed} of {len(found)}).")
-    return sentences
-
-
-def _groups(found: Iterable[answer.Answer]) -> str:
-    """Returns the HTML of the names of groups."""
-    return html.escape("; ".join(labels.describe(one.group) for one in found))
-
-
 def _line(one: answer.Answer) -> dict[str, str]:
     """Returns the line of a group, by heading."""
     best = one.best
@@ -284,9 +237,9 @@ def _line(one: answer.Answer) -> dict[str, str]:
     if one.unclear and best is not None:
         line["best method"] = f"undecided (highest: {best['method']})"
     if best is not None:
-        line["τ"] = ranking.with_interval(best, "tau").replace(" ", "\u00a0")
+        line["τ"] = labels.with_interval(best, "tau").replace(" ", "\u00a0")
         if one.timed:
-            line["speedup"] = ranking.with_interval(best, "speedup").replace(" ", "\u00a0")
+            line["speedup"] = labels.with_interval(best, "speedup").replace(" ", "\u00a0")
             line["tokens/s"] = f"{best['decode_tok_s']:,.1f}"
             line["plain tokens/s"] = f"{best['ar_decode_tok_s']:,.1f}"
             if best["goodput"] is not None:
@@ -306,7 +259,7 @@ def _failures(rows: Rows) -> str:
     cells = collections.defaultdict(list)
     for row in rows:
         if row["status"] != "ok":
-            cells[f"{terminal.failure(row)}: {row['error']}"].append(
+            cells[f"{labels.failure(row)}: {row['error']}"].append(
                 f"{row['method']} ({labels.size_name(row)} {row['batch']}, "
                 f"context {row['context']:,})"
             )
@@ -391,13 +344,14 @@ def main(
       The exit status: 0, or 2 if a folder cannot be read.
     """
     try:
-        written = write(folder)
+        results = read(folder)
+        written = write(results)
         if latex:
-            table = ranking.to_latex(answer.with_intervals(read(folder).cells))
+            table = ranking.to_latex(answer.with_intervals(results.cells))
             write_atomically(folder / FIGURES / TABLE, table)
             written.append(f"{FIGURES}/{TABLE}")
         if against is not None:
-            compared, figure = comparison.compare(read(folder), read(against))
+            compared, figure = comparison.compare(results, read(against))
             if figure is not None:
                 export.write(folder / FIGURES, "comparison", figure)
             write_atomically(folder / "comparison.csv", compared.to_csv(index=False))

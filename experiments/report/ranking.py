@@ -4,24 +4,15 @@ import html
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from experiments.report import labels, terminal
+from experiments.report import labels
 from experiments.report.labels import Row, Rows
-
-
-def with_interval(row: Row, column: str) -> str:
-    """Returns a row's value with its interval: "1.84 [1.79, 1.90]"."""
-    value = f"{row[column]:.2f}"
-    timed = row["speedup"] is not None
-    if row["low"] is None or timed != (column == "speedup") or row["draft"] == "none":
-        return value
-    return f"{value} [{row['low']:.2f}, {row['high']:.2f}]"
 
 
 def exactness(row: Row) -> str:
     """Returns whether a row has plain decoding's tokens; "–" where only distributions agree."""
     if row["exact_match"] is None:
         return "–"
-    if not terminal.is_exact(row):
+    if not labels.is_exact(row):
         return f"NO: {row['exact_match']:.1%}"
     return f"yes, {row['ties']} tie{'s' * (row['ties'] > 1)}" if row["ties"] else "yes"
 
@@ -40,9 +31,9 @@ def _number(heading: str, column: str, pattern: str) -> Heading:
 
 HEADINGS = (
     Heading("method", "method", lambda row: row["method"]),
-    Heading("τ", "tau", lambda row: with_interval(row, "tau")),
+    Heading("τ", "tau", lambda row: labels.with_interval(row, "tau")),
     Heading("exact", "exact_match", exactness),
-    Heading("speedup", "speedup", lambda row: with_interval(row, "speedup")),
+    Heading("speedup", "speedup", lambda row: labels.with_interval(row, "speedup")),
     _number("tokens/s", "decode_tok_s", "{:,.1f}"),
     _number("plain tokens/s", "ar_decode_tok_s", "{:,.1f}"),
 )
@@ -94,7 +85,7 @@ def _cell(row: Row, heading: Heading) -> str:
     value = row.get(heading.column)
     text, title = "–" if value is None else heading.text(row), ""
     if row["status"] != "ok" and heading.column == "tau":
-        text = terminal.failure(row)
+        text = labels.failure(row)
     if heading.column == ("tau" if row["speedup"] is None else "speedup"):
         title = f' title="{html.escape(row["evidence"] or row["error"])}"'
     sort = html.escape("" if value is None else str(value))
@@ -119,7 +110,7 @@ def to_latex(rows: Rows) -> str:
     lines = [*LATEX_NOTES, "\\begin{tabular}{lrrrrr}", "\\toprule"]
     lines.append(_line([heading.heading for heading in HEADINGS]))
     for group in ranked(finished):
-        best = next((row for row in group if terminal.is_exact(row)), None)
+        best = next((row for row in group if labels.is_exact(row)), None)
         if best is not None and best["low"] is not None and best["low"] <= 1:
             best = None
         title = escaped(labels.describe({name: group[0].get(name) for name in columns}))

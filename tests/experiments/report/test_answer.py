@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.report import answer, page, results_folder
+from experiments.report import answer, results_folder
 
 
 def seconds(folder, runs):
@@ -50,11 +50,17 @@ def test_the_best_method_is_exact_and_compared_with_its_interval():
     )
     assert found.best["method"] == "b" and found.close == ("a",) and found.inexact == ("wrong",)
     assert not found.plain_wins and not found.unclear
-    (slow,) = answer.answers(rows_of(("a", 0.9, 0.8, 1.1)))
-    assert slow.unclear and not slow.plain_wins
-    assert page._summary([slow]) == [
-        "<b>No method is shown to be faster than plain decoding.</b>",
+    slow = rows_of(("a", 0.9, 0.8, 1.1), ("b", 0.8, 0.7, 0.9))
+    (found,) = answer.answers(slow)
+    assert found.unclear and not found.plain_wins
+    assert answer.sentences(slow) == [
+        "No method is shown to be faster than plain decoding.",
+        "All 2 texts equal plain decoding's.",
         "Undecided, because the interval contains 1: batch 1, context 64.",
     ]
+    assert "6 of 12 texts are NOT equal to plain decoding's." in answer.sentences(
+        rows_of(("a", 1.5, 1.4, 1.6), requests=8, exact_match=0.5)
+        + rows_of(("b", 1.5, 1.4, 1.6), requests=4, exact_match=0.5)
+    )
     (nothing,) = answer.answers(rows_of(("a", None, None, None), status="crash"))
     assert nothing.best is None and not nothing.timed

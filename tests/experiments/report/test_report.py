@@ -88,7 +88,7 @@ def test_a_page_holds_all_cells_figures_and_the_experiment(tmp_path, monkeypatch
     folder = fill(tmp_path / "mine")
     make = page.make_figures
     monkeypatch.setattr(page, "make_figures", lambda *a: {"speedup": make(*a)["speedup"]})
-    assert page.write(folder) == ["report.html", "figures/"]
+    assert page.write(results_folder.read(folder)) == ["report.html", "figures/"]
     check_sizes(folder, ["speedup"])
     html = (folder / "report.html").read_text()
     assert html.count('class="chart"') == 1 and len(html) < 1e6
@@ -107,7 +107,7 @@ def test_a_page_holds_all_cells_figures_and_the_experiment(tmp_path, monkeypatch
 @pytest.mark.slow
 def test_all_figures_are_written_in_the_widths_of_a_paper(tmp_path):
     folder = fill(tmp_path / "mine")
-    page.write(folder)
+    page.write(results_folder.read(folder))
     assert figures_of(folder) == FIGURES
     check_sizes(folder, FIGURES)
 
@@ -121,8 +121,9 @@ def test_the_page_opens_with_the_best_method_and_where_plain_decoding_wins(tmp_p
     html = page._page(results_folder.read(tmp_path / "mine"), rows, "", to_do=2)
     text = " ".join(re.sub("<[^>]*>", "", html.split("</h1>")[1]).split())
     assert text.startswith(
-        f"Best: {found[4, 96].best['method']}, 3.30 [3.30, 3.30]× plain decoding (batch 4, context "
-        "96; 2 runs of 4 requests in 1 batch: few). Plain decoding wins at batch 1, context 64; "
+        f"Fastest: {found[4, 96].best['method']}, 3.30 [3.30, 3.30]× plain decoding (batch 4, "
+        "context 96; 2 runs of 4 requests in 1 batch: few). All 26 texts equal plain decoding's. "
+        "Plain decoding wins at batch 1, context 64; "
         "batch 1, context 96. 15 of 18 cells have a result."
     )
     assert f"plain decoding (next: {found[1, 64].best['method']})" in text
