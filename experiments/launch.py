@@ -5,6 +5,7 @@ Expands the grid, measures each cell in a separate process, prints a table, and 
 again, so rerunning the command resumes an interrupted run.
 """
 
+import collections
 import os
 import pathlib
 import sys
@@ -208,10 +209,18 @@ def dry_run(
     console.print(table)
     pending = whole.pending()
     total = _duration(sum(known[cell].seconds for cell in pending))
-    for cell, problem in whole.too_large.items():
-        console.print(f"{whole.labels[cell]} cannot run: {problem}", markup=False)
+    _print_failing(whole, console)
     processor = "on GPUs" if on_gpu else "on this CPU"
     console.print(f"{len(pending)} cells to run, about {total} if run one at a time {processor}")
+
+
+def _print_failing(whole: Grid, console: Console) -> None:
+    """Prints the cells that cannot run, and each reason once."""
+    cells = collections.defaultdict(list)
+    for cell, problem in (whole.invalid | whole.too_large).items():
+        cells[problem].append(whole.labels[cell])
+    for problem, names in cells.items():
+        console.print(f"{'; '.join(names)} cannot run: {problem}", markup=False)
 
 
 def _duration(seconds: float) -> str:
@@ -264,9 +273,12 @@ def _launch(
     jobs_on_gpu = experiment.launcher == "slurm" and experiment.slurm.gpus > 0
     on_gpu = jobs_on_gpu or bool(launchers.gpus())
     devices = 0 if in_process else _use_only_cpu(whole.cells)
+    record = experiment.impossible == "record"
+    whole.invalid = preflight.check_models(whole.groups, record)
     whole.too_large = _too_large(whole, on_gpu and not in_process)
-    left = [[c for c in group if c not in whole.too_large] for group in whole.groups]
-    whole.invalid = preflight.check([*filter(None, left)], experiment.impossible == "record")
+    failing = whole.invalid.keys() | whole.too_large
+    left = [[c for c in group if c not in failing] for group in whole.groups]
+    whole.invalid |= preflight.check([*filter(None, left)], record)
     known = {c: estimates.of(c, on_gpu) for c in whole.cells if c not in whole.invalid}
     known |= dict.fromkeys(whole.invalid, estimates.Estimate(0.0, 0.0))
     if experiment.dry_run:
@@ -321,7 +333,7 @@ def _measure(
         store.write_cell(whole.folders[cell], grid.resolved(cell))
         kind = "memory" if cell in whole.too_large else "config"
         store.write_failure(whole.folders[cell], kind, problem)
-        console.print(f"{whole.labels[cell]} cannot run: {problem}", markup=False)
+    _print_failing(whole, console)
     tracker = tracking.open(
         list(whole.experiment.track), whole.experiment.name, whole.directory, settings
     )

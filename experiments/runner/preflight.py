@@ -26,6 +26,8 @@ from sharding import parse_mesh
 
 ROWS = PREFILL_TOKENS // 16  # with more rows of a device, a prefill step is as short
 
+Groups = Sequence[Sequence[grid.Cell]]  # none is empty
+
 _tokenizer = functools.cache(load_tokenizer)
 
 
@@ -37,29 +39,57 @@ def _skeleton(source: str, dtype: str = "float32", **options: Any) -> Model:
     return dataclasses.replace(model, tokenizer=tokenizer)
 
 
-def check(groups: Sequence[Sequence[grid.Cell]], record: bool = False) -> dict[grid.Cell, str]:
-    """Returns the cells that cannot run, with the reasons, if `record` and others can run.
+def check_models(groups: Groups, record: bool = False) -> dict[grid.Cell, str]:
+    """Returns the cells with a model that cannot be loaded, with the reasons, if `record`.
+
+    Each model is looked for once: it may be a download.
 
     Raises:
-      ConfigError: each problem once: a missing model, texts longer than a model's positions, a
-        budget too small for the tree, a different vocabulary, prompts that cannot be made.
+      ConfigError: each problem once, without `record` or if no cell can run.
     """
-    cells = [cell for group in groups for cell in group]
-    sources = {("target", cell.target) for cell in cells}
-    sources |= {("model", m) for cell in cells for m in cell.models}
-    problems = [_problem(key, _skeleton, source) for key, source in sorted(sources)]
-    if not any(problems):
-        texts = {(cell.target, cell.prompts, cell.prompt_path): cell for cell in cells}
-        for cell in texts.values():
-            problems.append(_problem("prompts", prompts.check, cell.prompts, cell.prompt_path))
-            if cell.prompts != prompts.RANDOM:
-                problems.append(_problem("target", _check_tokenizer, cell.target))
-    if any(problems):
-        raise ConfigError("\n".join(dict.fromkeys(filter(None, problems))))
-    failing = {cell: text for group in groups for cell, text in _check_group(group).items()}
-    if failing and not (record and len(failing) < len(cells)):
-        raise ConfigError("\n".join(dict.fromkeys(failing.values())))
+    uses = {
+        cell: [("target", cell.target), *(("model", path) for path in cell.models)]
+        for group in groups
+        for cell in group
+    }
+    sources = sorted({source for used in uses.values() for source in used})
+    problems = {source: _problem(source[0], _skeleton, source[1]) for source in sources}
+    found = {cell: [*filter(None, map(problems.get, used))] for cell, used in uses.items()}
+    return _recorded(
+        {cell: "\n".join(text) for cell, text in found.items() if text}, groups, record
+    )
+
+
+def check(groups: Groups, record: bool = False) -> dict[grid.Cell, str]:
+    """Returns the cells that cannot run although their models can, with the reasons, if `record`.
+
+    Raises:
+      ConfigError: each problem once, without `record` or if no cell can run: texts longer than a
+        model's positions, a budget too small for the tree, a different vocabulary, prompts that
+        cannot be made.
+    """
+    failing = {
+        cell: text for group in groups if (text := _text_problem(group[0])) for cell in group
+    }
+    if not failing or record:
+        left = [group for group in groups if group[0] not in failing]
+        failing |= {cell: text for group in left for cell, text in _check_group(group).items()}
+    return _recorded(failing, groups, record)
+
+
+def _recorded(failing: dict[grid.Cell, str], groups: Groups, record: bool) -> dict[grid.Cell, str]:
+    if failing and not (record and len(failing) < sum(map(len, groups))):
+        lines = "\n".join(failing.values()).splitlines()
+        raise ConfigError("\n".join(dict.fromkeys(lines)))
     return failing
+
+
+def _text_problem(cell: grid.Cell) -> str:
+    """Returns what its prompts lack, a text or a tokenizer, or ""."""
+    missing = _problem("prompts", prompts.check, cell.prompts, cell.prompt_path)
+    if not missing and cell.prompts != prompts.RANDOM:
+        missing = _problem("target", _check_tokenizer, cell.target)
+    return missing
 
 
 def _problem(where: str, check: Callable, *arguments: Any) -> str:

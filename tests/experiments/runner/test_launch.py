@@ -337,12 +337,16 @@ def test_invalid_cells_are_recorded_with_impossible_record(tmp_path, capsys, her
     path = tmp_path / "mine.yaml"
     path.write_text(
         f"results: {tmp_path}\nimpossible: record\nrepeats: 1\ncontext: 320\n"
-        "methods: [{drafter: self, budget: [64, 8], sinks: 4, tree: chain:5}]"
+        "methods: [{drafter: self, budget: [64, 8], sinks: 4, tree: chain:5}, "
+        "{drafter: small:nowhere/draft, tree: [chain:1, chain:2]}]"
     )
     assert launch.main([str(path)]) == 1
-    assert [row["status"] for row in summary(tmp_path)] == ["ok", "ok", "config"]
+    assert [row["status"] for row in summary(tmp_path)] == ["ok", "ok", *["config"] * 3]
     assert "budget=8 is too small: its ring has 4" in summary(tmp_path)[2]["error"]
-    assert "budget=8 is too small: its ring has 4" in capsys.readouterr().out
+    assert "nowhere/draft is not a directory" in summary(tmp_path)[3]["error"]
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "budget=8 is too small: its ring has 4" in printed
+    assert printed.count("cannot run: model: nowhere/draft is not a directory") == 1
     path.write_text(f"results: {tmp_path / 'x'}\nimpossible: record\ncontext: 99999\nmethods: []\n")
     assert launch.main([str(path)]) == 2  # all cells are invalid
 
