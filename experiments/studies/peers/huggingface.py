@@ -86,5 +86,4 @@ def generate(
     return {
         "tokens": out[:, tokens.shape[1] :].tolist(),
         "stamps": [(at - begin, length - tokens.shape[1]) for at, length in watch.stamps],
-        "dtype": dtype,
     }

@@ -1,5 +1,6 @@
 """Generates with llama.cpp; `serve.py` runs it where llama-cpp-python is installed."""
 
+import ctypes
 import functools
 import itertools
 import time
@@ -8,7 +9,11 @@ import llama_cpp
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 VERSIONS = {"llama-cpp-python": llama_cpp.__version__}
-FILE_TYPE = "LLAMA_FTYPE_MOSTLY_"
+FILE_TYPES = {
+    "float32": llama_cpp.LLAMA_FTYPE_ALL_F32,
+    "float16": llama_cpp.LLAMA_FTYPE_MOSTLY_F16,
+    "bfloat16": llama_cpp.LLAMA_FTYPE_MOSTLY_BF16,
+}
 
 
 @functools.lru_cache(maxsize=2)
@@ -20,18 +25,29 @@ def load(file: str, capacity: int, threads: int, lookup_tokens: int) -> llama_cp
     return llama_cpp.Llama(file, n_ctx=capacity, verbose=False, **options)
 
 
-def quantization(model: llama_cpp.Llama) -> str:
-    """Returns the type of the file's weights, such as Q4_1."""
-    number = int(model.metadata.get("general.file_type", -1))
-    names = [n for n in dir(llama_cpp) if n.startswith(FILE_TYPE)]
-    found = [n for n in names if getattr(llama_cpp, n) == number]
-    if number == 0:
-        return "float32"
-    return found[0].removeprefix(FILE_TYPE) if found else f"type {number}"
+@llama_cpp.llama_log_callback
+def _discard(level, text, data):
+    """Drops a message: converting prints a line for every tensor."""
+
+
+def convert(file: str, out: str, dtype: str) -> dict:
+    """Writes a file with the weights of another one in a type of `FILE_TYPES`."""
+    llama_cpp.llama_log_set(_discard, None)
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = FILE_TYPES[dtype]
+    params.allow_requantize = True
+    code = llama_cpp.llama_model_quantize(file.encode(), out.encode(), ctypes.byref(params))
+    if code:
+        raise RuntimeError(f"llama.cpp could not convert {file} to {dtype}: code {code}")
+    return {}
 
 
 def generate(
-    file: str, prompts: list[list[int]], new_tokens: int, threads: int, lookup_tokens: int = 0
+    file: str,
+    prompts: list[list[int]],
+    new_tokens: int,
+    threads: int,
+    lookup_tokens: int = 0,
 ) -> dict:
     """Returns the new tokens and time stamps of one greedy call for one prompt."""
     (prompt,) = prompts
@@ -42,4 +58,4 @@ def generate(
     for token in itertools.islice(model.generate(prompt, temp=0.0), new_tokens):
         tokens.append(token)
         stamps.append((time.perf_counter() - begin, len(tokens)))
-    return {"tokens": [tokens], "stamps": stamps, "dtype": quantization(model)}
+    return {"tokens": [tokens], "stamps": stamps}

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import pathlib
-import shutil
 import subprocess
 from typing import Any, NamedTuple
 
@@ -22,32 +21,33 @@ class Peer:
       versions: of the peer's libraries.
     """
 
-    def __init__(self, python: str, module: str, needs: str):
-        """Starts `serve.py` with a module beside it; `needs` names its libraries in errors.
+    def __init__(self, folder: pathlib.Path, module: str):
+        """Starts `serve.py` with a module beside it, in the environment of that name.
 
         Raises:
-          ConfigError: `python` is not an executable file.
+          ConfigError: the folder has no such environment.
           RuntimeError: the libraries are not installed.
         """
-        self.needs = needs
+        self.environment = folder / module
+        python = self.environment / "bin" / "python"
+        if not python.is_file():
+            raise ConfigError(f"{python} does not exist: run `make peers`, or set --peers")
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         environment.pop("PYTHONPATH", None)  # ours would shadow the other interpreter's packages
-        command = [python, str(pathlib.Path(__file__).with_name("serve.py")), module]
+        command = [str(python), str(pathlib.Path(__file__).with_name("serve.py")), module]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        if shutil.which(python) is None:
-            raise ConfigError(f"{python} is not a program: give the path of a Python with {needs}")
         self.process = subprocess.Popen(command, env=environment, text=True, **pipes)
         self.versions: dict[str, str] = self._answer()
 
-    def request(self, **arguments: Any) -> dict[str, Any]:
-        """Returns what `generate` of the peer's module returns.
+    def request(self, function: str, **arguments: Any) -> dict[str, Any]:
+        """Returns what a function of the peer's module returns.
 
         Raises:
           RuntimeError: the peer failed; the message has its traceback.
         """
         assert self.process.stdin is not None  # a pipe
         with contextlib.suppress(BrokenPipeError):  # the process has exited
-            self.process.stdin.write(json.dumps(arguments) + "\n")
+            self.process.stdin.write(json.dumps(arguments | {"function": function}) + "\n")
             self.process.stdin.flush()
         return self._answer()
 
@@ -56,8 +56,8 @@ class Peer:
         line = self.process.stdout.readline()
         if not line:
             raise RuntimeError(
-                f"the peer's Python exited with status {self.process.wait()}: it needs "
-                f"{self.needs}; see its output above"
+                f"the Python of {self.environment} exited with status {self.process.wait()}; see "
+                "its output above, and repeat `make peers`"
             )
         answer = json.loads(line)
         if "error" in answer:
@@ -71,20 +71,23 @@ class Run(NamedTuple):
     tokens: np.ndarray
     tokens_per_s: float
     prefill_s: float
-    dtype: str
+    weights: str
 
 
 def run_magicjax(bench: Bench, cell: grid.Cell) -> Run:
     """Returns a run of a cell."""
     out = bench.run(cell)
     rate = out.stats.emitted / out.stats.decode_s
-    return Run(np.asarray(out.tokens), rate, out.stats.prefill_s, cell.dtype)
+    weights = cell.target_weights or cell.dtype
+    return Run(np.asarray(out.tokens), rate, out.stats.prefill_s, weights)
 
 
-def run_peer(peer: Peer, prompts: list[list[int]], new_tokens: int, **arguments: Any) -> Run:
+def run_peer(
+    peer: Peer, prompts: list[list[int]], new_tokens: int, weights: str, **arguments: Any
+) -> Run:
     """Returns a run of a peer; decoding lies between the first and the last time stamp."""
-    threads = os.cpu_count() or 1
-    answer = peer.request(prompts=prompts, new_tokens=new_tokens, threads=threads, **arguments)
+    settings = arguments | {"new_tokens": new_tokens, "threads": os.cpu_count() or 1}
+    answer = peer.request("generate", prompts=prompts, **settings)
     (begin, first), (end, last) = answer["stamps"][0], answer["stamps"][-1]
     rate = len(prompts) * (last - first) / (end - begin)
-    return Run(np.array(answer["tokens"], np.int32), rate, begin, answer["dtype"])
+    return Run(np.array(answer["tokens"], np.int32), rate, begin, weights)

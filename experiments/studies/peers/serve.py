@@ -1,4 +1,4 @@
-"""Answers requests of `process.Peer` with `generate` of the module that the first argument names.
+"""Answers requests of `process.Peer` with functions of the module that the first argument names.
 
 Runs in an environment with the peer's libraries, without this project. Reads requests as JSON lines
 from stdin and writes answers as JSON lines to stdout; output of libraries goes to stderr.
@@ -22,7 +22,8 @@ def main():
     print(json.dumps(peer.VERSIONS), file=answers, flush=True)
     for line in sys.stdin:
         try:
-            answer = peer.generate(**json.loads(line))
+            request = json.loads(line)
+            answer = getattr(peer, request.pop("function"))(**request)
         except Exception as error:  # raised again by `process.Peer`
             answer = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
         print(json.dumps(answer), file=answers, flush=True)

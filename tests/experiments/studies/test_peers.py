@@ -1,4 +1,5 @@
 import json
+import pathlib
 from typing import ClassVar
 
 import numpy as np
@@ -13,7 +14,6 @@ results: {0}
 new_tokens: 16
 repeats: 2
 context: 8
-candidates: 1
 methods:
 - {{drafter: self, tree: chain:3}}
 - {{drafter: small:experiments/zoo/draft-1, tree: chain:3}}
@@ -25,17 +25,19 @@ class ScriptedPeer:
 
     made: ClassVar[list["ScriptedPeer"]] = []
 
-    def __init__(self, python, module, needs):
-        self.module, self.requests = module, []
+    def __init__(self, folder, module):
+        self.folder, self.module, self.requests = folder, module, []
         self.versions = {module: "1"}
         self.made.append(self)
 
-    def request(self, prompts, new_tokens, **arguments):
+    def request(self, function, prompts=(), new_tokens=0, **arguments):
         self.requests.append(arguments)
+        if function == "convert":
+            pathlib.Path(arguments["out"]).touch()
+            return {}
         return {
             "tokens": [list(range(new_tokens))] * len(prompts),
             "stamps": [(4.0 + n, n) for n in range(1, new_tokens + 1)],
-            "dtype": arguments.get("dtype", "Q4_1"),
         }
 
 
@@ -50,18 +52,18 @@ def main(tmp_path, scripted, monkeypatch):
         monkeypatch.setattr(peers, "Bench", lambda: bench)
         monkeypatch.setattr(peers, "Peer", ScriptedPeer)
         monkeypatch.setattr(ScriptedPeer, "made", [])
-        assert peers.main(["--hf-python", "python", *options, str(path)]) == 0
+        assert peers.main([*options, str(path)]) == 0
         return json.loads((tmp_path / "mine" / "peers.json").read_text())["rows"], bench
 
     return run
 
 
 def test_the_rate_of_a_peer_excludes_prefill(monkeypatch):
-    peer = ScriptedPeer("python", "huggingface", "torch")
+    peer = ScriptedPeer(pathlib.Path("environments"), "huggingface")
     stamps = [(4.0, 1), (5.0, 3), (6.0, 5)]
-    answer = {"tokens": [[1, 2, 3]] * 2, "stamps": stamps, "dtype": "float32"}
-    monkeypatch.setattr(peer, "request", lambda **arguments: answer)
-    run = run_peer(peer, [[0] * 8] * 2, 5, cache="static")
+    answer = {"tokens": [[1, 2, 3]] * 2, "stamps": stamps}
+    monkeypatch.setattr(peer, "request", lambda function, **arguments: answer)
+    run = run_peer(peer, [[0] * 8] * 2, 5, "float32", cache="static")
     assert run.tokens_per_s == 2 * 4 / 2.0  # two rows, tokens 2 to 5, in two seconds
     assert run.prefill_s == 4.0
     np.testing.assert_array_equal(run.tokens, [[1, 2, 3]] * 2)
@@ -76,12 +78,12 @@ def test_runs_are_interleaved_and_speculation_of_peers_is_for_one_row(main, caps
     found = {(r["tok_s"], r["equal"]) for r in rows if r["method"].startswith("HF")}
     assert found == {(1.0, 1.0), (2.0, 1.0)}
     assert {r["tok_s"] for r in rows if r["method"] == "magicjax plain"} == {16.0, 32.0}
-    assert "16.00×" in capsys.readouterr().out
+    assert "0.06×" in capsys.readouterr().out
 
 
 def test_a_different_row_is_counted_and_located(main, monkeypatch):
-    def request(self, prompts, new_tokens, **arguments):
-        answer = original(self, prompts, new_tokens, **arguments)
+    def request(self, function, prompts, new_tokens, **arguments):
+        answer = original(self, function, prompts, new_tokens, **arguments)
         return answer | {"tokens": [[*range(15), 63]] * len(prompts)}
 
     original = ScriptedPeer.request
@@ -94,25 +96,40 @@ def test_a_different_row_is_counted_and_located(main, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--llama-python", "python"], "need each other: give both"),
-        (["experiments/configs/peers_llm.yaml", "--temperature", "1"], "temperature is not"),
-        (
-            ["--hf-python", "no-such-python", "experiments/configs/hf_baseline.yaml"],
-            "no-such-python",
-        ),
+        ("--temperature 1", "temperature is not"),
+        ("--target_weights int8", "target_weights=int8 is not supported here"),
+        ("--environments no-such-folder", "no-such-folder/huggingface/bin/python does not exist"),
     ],
 )
 def test_invalid_options_are_refused_with_the_remedy(options, message, capsys):
-    assert peers.main(["--hf-python", "python", *options]) == 2
+    assert peers.main(["experiments/configs/hf_baseline.yaml", *options.split()]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_the_table_divides_by_the_static_cache():
-    common = {"batch": 4, "context": 8192, "prompts": "stdlib", "dtype": "float32"}
-    common |= {"prefill_s": 1.0, "equal": 1.0, "ties": 0}
+def test_peers_read_the_values_of_the_target_or_its_stored_weights(main, tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "hf_calls", lambda *_: {})
+    monkeypatch.setattr(peers, "fetch_gguf", lambda name, path: path.touch())
+    lines = "target: smollm2\nprompts: docs\ngrid: {target_weights: ['', 'int4:32']}"
+    rows, _ = main(lines, "--environments", str(tmp_path))
+    found = {(r["method"], r["weights"]) for r in rows if not r["method"].startswith("magicjax")}
+    names = [f"{peer} {how}" for peer in peers.READERS.values() for how in peers.READER]
+    unquantized = {name: "float16" if "OpenVINO" in name else "float32" for name in names}
+    assert found == {*unquantized.items(), *((name, "Q4_1") for name in names)}
+    requests = [r for peer in ScriptedPeer.made for r in peer.requests if "out" not in r]
+    stored = "SmolLM2-135M-Instruct.Q4_1"
+    files = {
+        str(tmp_path / f"{name}.gguf")
+        for name in (stored, f"{stored}.float32", f"{stored}.float16")
+    }
+    assert {r["file"] for r in requests} == files
+
+
+def test_the_table_divides_by_plain_decoding():
+    common = {"batch": 4, "context": 8192, "prompts": "stdlib", "weights": "float32"}
+    common |= {"target_weights": "", "prefill_s": 1.0, "equal": 1.0, "ties": 0}
     rows = [
         common | {"method": "magicjax plain", "tok_s": 300.0},
         common | {"method": "HF static cache", "tok_s": 200.0},
     ]
     lines = peers.table(rows).splitlines()[2:]
-    assert [line.split("|")[7].strip() for line in lines] == ["1.50×", "1.00×"]
+    assert [line.split("|")[7].strip() for line in lines] == ["1.00×", "0.67×"]
