@@ -71,9 +71,12 @@ class LayerNorm(nn.Module):
 def embedding_lookup(
     table: Float[Array, "V E"], tokens: Int[Array, "*B"], split: Split
 ) -> Float[Array, "*B E"]:
-    """Returns rows of an embedding; an all-reduce combines the parts of several shards."""
+    """Returns rows of an embedding, zeros for tokens from V on.
+
+    An all-reduce combines the parts of several shards.
+    """
     if not split.axes:
-        return jnp.take(table, tokens, axis=0)
+        return jnp.take(table, tokens, axis=0, mode="fill", fill_value=0)
     local = tokens - collectives.axis_index(split.axes) * table.shape[0]
     is_local = (local >= 0) & (local < table.shape[0])
     rows = jnp.take(table, local.clip(0, table.shape[0] - 1), axis=0)

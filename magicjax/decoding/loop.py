@@ -264,12 +264,13 @@ def step(
     transitions: Transitions,
 ) -> DecodeState:
     """Returns the state after one round, in which every active row emits 1 to A tokens."""
+    sampling = None if state.sampling is None else state.sampling.only(~state.ended)
     with jax.named_scope("propose"):
         if drafter is None:
             proposal, draft = Proposal(state.pending[:, None], token_tree.ROOT_ONLY.array), None
         else:
             proposed = drafter.propose(
-                target, state.drafter, state.pending, state.cache, state.sampling, settings
+                target, state.drafter, state.pending, state.cache, sampling, settings
             )
             proposal, draft = _checked(proposed, type(drafter).__name__, state)
             proposal = proposal.in_vocabulary(state.pending, target.config.vocab_size)
@@ -281,9 +282,13 @@ def step(
         mask = jnp.asarray(token_tree.ancestor_mask(proposal.parents))
         spec = StatsSpec() if drafter is None else drafter.stats_spec()
         positions = jnp.broadcast_to(positions, proposal.tokens.shape)
-        to = state.cache, mask, settings.backend, spec.rounds
+        # Rows that have ended are zeros and attend to no cache. In models without biases they
+        # remain zeros, which native products skip.
+        tokens = jnp.where(state.ended[:, None], target.config.vocab_size, proposal.tokens)
+        lengths = jnp.where(state.ended, 0, state.cache.lengths)
+        to = dataclasses.replace(state.cache, lengths=lengths), mask, settings.backend, spec.rounds
         attend = AttendTo(*to, positions=positions)
-        hidden, aux, inputs = target(proposal.tokens, positions, attend, spec.layer_inputs)
+        hidden, aux, inputs = target(tokens, positions, attend, spec.layer_inputs)
         kv, queries = zip(*aux, strict=True)
         logits = target.unembed(hidden)
         if state.processor is not None:
@@ -302,7 +307,7 @@ def step(
             logits,
             proposal,
             settings.shape.depth,
-            state.sampling,
+            sampling,
             state.cache.lengths,
             target.split.axes,
         )

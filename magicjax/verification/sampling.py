@@ -6,8 +6,10 @@ on other rows, a rerun is identical, and the target's draw for a position does n
 drafter.
 """
 
+import dataclasses
 import enum
 import math
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +46,8 @@ class Sampling:
       min_p: float32 [B], tokens whose probability is below min_p times the highest one are left
         out, before top_k; 0: none.
       keys: [B], each row's key, from the seed and the request.
-      top_k_used, top_p_used: static; whether any row uses it, which costs passes over the logits.
+      top_k_used, top_p_used: static; whether any row may use it: top_k above 1 and top_p cost
+        passes over the logits in rounds in which a row does.
     """
 
     temperature: Float[Array, "B"]
@@ -54,6 +57,11 @@ class Sampling:
     keys: Array
     top_k_used: bool = struct.field(pytree_node=False)
     top_p_used: bool = struct.field(pytree_node=False)
+
+    def only(self, rows: Bool[Array, "B"]) -> Self:
+        """Returns the same with neither top_k nor top_p in other rows, where they would cost."""
+        top_k, top_p = jnp.where(rows, self.top_k, 0), jnp.where(rows, self.top_p, 1)
+        return dataclasses.replace(self, top_k=top_k, top_p=top_p)
 
 
 @jax.jit  # each request of an engine has a key of its own
@@ -94,13 +102,22 @@ def warp(
     if sampling.top_k_used:
         vocab = logits.shape[-1] * collectives.axis_size(axis_names)
         count = per_row(jnp.where(sampling.top_k == 0, vocab, jnp.minimum(sampling.top_k, vocab)))
-        scaled = _keep_highest(scaled, jnp.ones_like(scaled), count, axis_names)
+        scaled = jnp.where((count > 1) | (scaled == 0), scaled, -jnp.inf)  # the highest one is 0
+        scaled = jax.lax.cond(
+            ((count > 1) & (count < vocab)).any(),
+            lambda: _keep_highest(scaled, jnp.ones_like(scaled), count, axis_names),
+            lambda: scaled,
+        )
     p = collectives.softmax(scaled, axis_names)
     if not sampling.top_p_used:
         return p
     mass = per_row(sampling.top_p).astype(dtype)
-    kept = collectives.softmax(_keep_highest(scaled, p, mass, axis_names), axis_names)
-    return jnp.where(mass < 1, kept, p)  # at top_p = 1, rounding must not cut the tail
+
+    def most_likely():
+        kept = collectives.softmax(_keep_highest(scaled, p, mass, axis_names), axis_names)
+        return jnp.where(mass < 1, kept, p)  # at top_p = 1, rounding must not cut the tail
+
+    return jax.lax.cond((mass < 1).any(), most_likely, lambda: p)
 
 
 def _keep_highest(

@@ -6,7 +6,9 @@
 // The order of a sum depends on K and the format only, not on M, N, tiles or threads: lane i of a
 // vector of W adds k = i, i + W, i + 2W, … by fused multiply-adds, and `sum` adds the lanes. (In 4
 // bits, and with instructions for bfloat16, lane i adds k = 2i, 2i + 1, 2W + 2i, ….) So a row has
-// the same bits whether it is computed alone or among others.
+// the same bits whether it is computed alone or among others. Rows of zeros, such as those of a
+// batch's ended texts, are not multiplied: their results are zeros.
+#include <algorithm>
 #include <vector>
 
 #include "simd.h"
@@ -25,11 +27,14 @@ constexpr int LINE = 64;     // bytes of a cache line
 constexpr int ROWS = 6, PANEL = 12;
 constexpr int tile_outputs(int rows) { return W != 8 || rows <= 2 ? 4 : rows <= 4 ? 3 : 2; }
 
-// Rows of x with elements X, zero from the number of inputs up to `stride`.
+// Rows of x with elements X, zero from the number of inputs up to `stride`, and their numbers among
+// all rows. The other rows are zeros, whose numbers are in `empty`.
 template <class X>
 struct Rows {
   const X* x;
   int64_t count, stride;
+  const int64_t* number;
+  const std::vector<int64_t>& empty;
 };
 
 // A result [rows, outputs] of any float type: the outputs of a matrix from `base` on.
@@ -277,7 +282,7 @@ void all_rows(const Rows<typename Matrix::X>& rows, const Matrix& matrix, const 
           for (int n = 0; n < C; n++) {
             int64_t output = y_begin + first - begin + n;
             float value = sums[m * C + n];
-            y.put(m0 + m, output, scale ? value * scale[output] : value);
+            y.put(rows.number[m0 + m], output, scale ? value * scale[output] : value);
           }
       };
       int64_t n = begin;
@@ -291,6 +296,8 @@ void all_rows(const Rows<typename Matrix::X>& rows, const Matrix& matrix, const 
 template <class Matrix>
 void outputs(const Rows<typename Matrix::X>& rows, Matrix matrix, int64_t begin, int64_t end,
              const Result& y) {
+  for (int64_t m : rows.empty)
+    for (int64_t n = begin; n < end; n++) y.put(m, n, 0);
   if (rows.count <= ROWS) return all_rows(rows, matrix, matrix.scale, begin, end, begin, y);
   // A panel of outputs stays in the caches for all tiles of rows, during which the next panel is
   // prefetched. Integers are widened once.
@@ -315,15 +322,22 @@ void outputs(const Rows<typename Matrix::X>& rows, Matrix matrix, int64_t begin,
   }
 }
 
-// Rows of x, converted and padded; pairs of vectors are deinterleaved for 4 bits.
+// The rows of x that have a value other than zero, converted and padded; pairs of vectors are
+// deinterleaved for 4 bits.
 template <class X>
 class PaddedRows {
  public:
   template <class T>
   PaddedRows(const T* x, int64_t count, int64_t inputs, bool deinterleave)
-      : count(count), stride((inputs + 2 * W - 1) / (2 * W) * (2 * W)), data(count * stride) {
+      : stride((inputs + 2 * W - 1) / (2 * W) * (2 * W)) {
     for (int64_t m = 0; m < count; m++) {
-      const T* from = x + m * inputs;
+      const T* row = x + m * inputs;
+      bool is_empty = std::all_of(row, row + inputs, [](T v) { return convert<float>(v) == 0; });
+      (is_empty ? empty : number).push_back(m);
+    }
+    data.resize(number.size() * stride);
+    for (int64_t m = 0; m < (int64_t)number.size(); m++) {
+      const T* from = x + number[m] * inputs;
       X* to = &data[m * stride];
       if (deinterleave)
         for (int64_t k = 0; k < inputs; k += 2 * W)
@@ -332,7 +346,9 @@ class PaddedRows {
         for (int64_t k = 0; k < inputs; k++) to[k] = convert<X>(from[k]);
     }
   }
-  operator Rows<X>() const { return {data.data(), count, stride}; }
+  operator Rows<X>() const {
+    return {data.data(), (int64_t)number.size(), stride, number.data(), empty};
+  }
 
  private:
   template <class To, class From>
@@ -342,7 +358,8 @@ class PaddedRows {
     else
       return widen(value);
   }
-  int64_t count, stride;
+  int64_t stride;
+  std::vector<int64_t> number, empty;
   std::vector<X> data;
 };
 

@@ -101,6 +101,24 @@ def test_a_row_has_the_same_bits_in_any_number_of_rows(kind):
         np.testing.assert_array_equal(part[1], together[::-1][: rows // 2 + 1])
 
 
+@pytest.mark.parametrize("kind", FORMATS)
+def test_rows_of_zeros_have_zeros_and_do_not_change_others(kind):
+    rng = np.random.default_rng(3)
+    matrices = [random_matrix(kind, (outputs,), 576, rng) for outputs in (130, 7)]
+    dense = rng.standard_normal((20, 576))
+    for live in ([], [4], [0, 7, 19], list(range(1, 20))):
+        x = np.zeros_like(dense)
+        x[live] = dense[live]
+        for result, alone in zip(
+            linear.products(jnp.asarray(x, jnp.bfloat16), matrices, 1, jnp.float32),
+            linear.products(jnp.asarray(dense, jnp.bfloat16), matrices, 1, jnp.float32),
+            strict=True,
+        ):
+            expected = np.zeros(result.shape, np.float32)
+            expected[live] = np.asarray(alone)[live]
+            np.testing.assert_array_equal(result, expected)
+
+
 def test_an_order_of_sums_that_depends_on_the_rows_is_noticed():
     """XLA's products, the control: with other numbers of rows they have other bits."""
     rng = np.random.default_rng(4)
