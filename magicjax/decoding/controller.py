@@ -54,11 +54,12 @@ PLAIN = Arm("", 0)
 
 @dataclasses.dataclass(frozen=True)
 class RoundTimes:
-    """Seconds of a round by arm and by the length of the rows.
+    """Seconds of a round by arm, by the length of the rows, and by the number of live ones.
 
     Attributes:
       lengths: increasing, tokens in the target's cache of each row.
-      seconds: by arm, at each length.
+      seconds: by arm, at each length, for each number of live rows.
+      rows: increasing numbers of live rows.
       speed: measured divided by expected seconds of the newest call, which the machine's other
         work changes; the same for all arms.
       newest: arm of the newest call; None: there was none.
@@ -66,20 +67,23 @@ class RoundTimes:
 
     lengths: tuple[int, ...]
     seconds: Mapping[Arm, tuple[float, ...]]
+    rows: tuple[int, ...] = (1,)
     speed: float = 1.0
     newest: Arm | None = None
 
-    def of(self, arm: Arm, length: int) -> float:
-        """Returns the expected seconds of an arm, interpolated between the lengths."""
-        return float(np.interp(length, self.lengths, self.seconds[arm]))
+    def of(self, arm: Arm, length: int, rows: int) -> float:
+        """Returns the expected seconds of an arm, interpolated between lengths and live rows."""
+        table = np.reshape(self.seconds[arm], (len(self.rows), len(self.lengths)))
+        by_rows = [np.interp(length, self.lengths, seconds) for seconds in table]
+        return float(np.interp(rows, self.rows, by_rows))
 
-    def corrected(self, arm: Arm, length: int, seconds: float) -> "RoundTimes":
+    def corrected(self, arm: Arm, length: int, rows: int, seconds: float) -> "RoundTimes":
         """Returns the times after a call in which a round took so many seconds.
 
         While the arm stays the same, a change is the machine's. A jump at a change of the arm is an
         error of that arm's seconds, half of which is corrected.
         """
-        ratio = seconds / self.of(arm, length)
+        ratio = seconds / self.of(arm, length, rows)
         if self.newest in (None, arm):
             return dataclasses.replace(self, speed=ratio, newest=arm)
         jump = np.clip(ratio / self.speed, 1 / MAX_CORRECTION, MAX_CORRECTION)
@@ -190,6 +194,7 @@ class Controller:
       acceptance: by drafter.
       times: of rounds; None: they have not been measured, and the arm does not change.
       length: tokens of the longest live row.
+      live: number of live rows.
       until_last_row_ends: whether to minimise the time until the last row ends, rather than to
         maximise tokens per second.
       probes: their count and cost.
@@ -202,6 +207,7 @@ class Controller:
     acceptance: Mapping[str, Acceptance]
     times: RoundTimes | None = None
     length: int = 0
+    live: int = 0
     until_last_row_ends: bool = False
     probes: Probes = Probes()
 
@@ -264,7 +270,8 @@ class Controller:
         """
         if self.times is None or not live:
             return self
-        new = dataclasses.replace(self, length=max(length for length, _ in live.values()))
+        longest = max(length for length, _ in live.values())
+        new = dataclasses.replace(self, length=longest, live=len(live))
         left = np.array([left for _, left in live.values()])
         costs = {arm: new._cost(arm, new.tokens(arm)[list(live)], left) for arm in self.arms}
         best = min(costs, key=lambda arm: costs[arm])
@@ -276,7 +283,7 @@ class Controller:
     def _cost(self, arm: Arm, tokens: Float[np.ndarray, "B"], left: Int[np.ndarray, "B"]) -> float:
         """Returns the seconds per token of an arm, or those until the last row ends."""
         assert self.times is not None
-        seconds = self.times.of(arm, self.length)
+        seconds = self.times.of(arm, self.length, self.live)
         if self.until_last_row_ends:
             return float(seconds * (left / tokens).max())
         return float(seconds / np.minimum(tokens, left).sum())
@@ -320,7 +327,7 @@ class Controller:
             return dataclasses.replace(self, histogram=histogram)
         since, times, probes = histogram - self.histogram, self.times, self.probes
         if seconds is not None:
-            times = times.corrected(self.arm, self.length, seconds / rounds)
+            times = times.corrected(self.arm, self.length, self.live, seconds / rounds)
         probes = dataclasses.replace(probes, rounds=probes.rounds + rounds)
         if self.is_probe:
             lost_s = 0.0 if seconds is None else seconds - self._seconds_at_best(since)
@@ -355,7 +362,7 @@ class Controller:
         assert self.times is not None
         emitted = (since @ (1 + np.arange(since.shape[1]))).sum()
         per_round = self.tokens(self.best)[since.any(1)].sum()
-        seconds = self.times.speed * self.times.of(self.best, self.length)
+        seconds = self.times.speed * self.times.of(self.best, self.length, self.live)
         return float(seconds * emitted / per_round)
 
 

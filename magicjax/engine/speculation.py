@@ -5,6 +5,7 @@
 """
 
 import dataclasses
+import itertools
 import statistics
 from collections import Counter
 from collections.abc import Mapping
@@ -138,20 +139,21 @@ def time_rounds(
     variants = [
         paired_timing.Variant(request, one, "decode_until_row_ends") for one in settings.values()
     ]
+    live = sorted({1, templates.config.slots})
     seconds: list[list[float]] = []
-    for length in lengths:
-        state = _live(templates, state, length)
+    for rows, length in itertools.product(live, lengths):
+        state = _live(templates, state, length, rows)
         drafters = {id(request.drafter): state.drafter}
         times, state = paired_timing.time_interleaved(variants, state, drafters, REPEATS)
         seconds.append([statistics.median(each) for each in times])
         del state, drafters  # before others are allocated
         state = empty_state(templates)
     by_arm = dict(zip(settings, zip(*seconds, strict=True), strict=True))
-    return RoundTimes(tuple(lengths), by_arm), state
+    return RoundTimes(tuple(lengths), by_arm, tuple(live)), state
 
 
-def _live(templates: Templates, state: DecodeState, length: int) -> DecodeState:
-    """Returns a state in which all rows are live and have `length` tokens, of no meaning."""
+def _live(templates: Templates, state: DecodeState, length: int, live: int) -> DecodeState:
+    """Returns a state in which the first rows are live; all have `length` tokens, of no meaning."""
     request = templates.slots
     assert request.drafter is not None
 
@@ -170,6 +172,6 @@ def _live(templates: Templates, state: DecodeState, length: int) -> DecodeState:
         ),
         emitted=rows(1, state.emitted),
         limits=rows(max(2, room), state.limits),
-        ended=rows(False, state.ended),
+        ended=global_arrays.put(np.arange(len(state.ended)) >= live, state.ended.sharding),
         eos=rows(-1, state.eos),
     )

@@ -148,8 +148,17 @@ def test_the_length_of_the_longest_row_decides():
         depths, _ = simulate(chooser(1, short, long), 60, [0.9], seconds, length)
         assert depths[-20:].count(wanted) >= 19
     times = chooser(1, short, long).times
-    assert times.of(PLAIN, 1) == 1 and times.of(PLAIN, 1000) == 2
-    assert 1 < times.of(PLAIN, 50) < 2
+    assert times.of(PLAIN, 1, 1) == 1 and times.of(PLAIN, 1000, 1) == 2
+    assert 1 < times.of(PLAIN, 50, 1) < 2
+
+
+def test_the_number_of_live_rows_decides():
+    """With one live row of 16, a round of 5 nodes costs little more than one; with all, no less."""
+    times = RoundTimes((1,), {PLAIN: (1.0, 2.0), at(4): (1.2, 9.0)}, rows=(1, 16))
+    controller = Controller.create(times.seconds, 16, times=times)
+    assert times.of(PLAIN, 1, 1) == 1 and 1 < times.of(PLAIN, 1, 8) < 2 == times.of(PLAIN, 1, 16)
+    assert controller.chosen({0: (50, 100)}).arm == at(4)
+    assert controller.chosen({row: (50, 100) for row in range(16)}).arm == PLAIN
 
 
 def test_a_row_with_one_token_left_drafts_nothing():
@@ -167,11 +176,11 @@ def test_a_slower_machine_does_not_change_the_depth():
 def test_changes_of_the_depth_correct_the_ratio_of_its_seconds():
     times, true = chooser(1).times, {0: 1.0, 1: 3.0}
     for call in range(30):
-        times = times.corrected(at(call % 2), 1, 5.0 * true[call % 2])
-    assert times.of(at(1), 1) / times.of(PLAIN, 1) == pytest.approx(3.0, rel=0.02)
-    assert times.of(at(4), 1) == SECONDS[4]
-    once = chooser(1).times.corrected(PLAIN, 1, 1.0).corrected(at(1), 1, 100.0)
-    assert once.of(at(1), 1) == pytest.approx(1.3 * MAX_CORRECTION**0.5)
+        times = times.corrected(at(call % 2), 1, 1, 5.0 * true[call % 2])
+    assert times.of(at(1), 1, 1) / times.of(PLAIN, 1, 1) == pytest.approx(3.0, rel=0.02)
+    assert times.of(at(4), 1, 1) == SECONDS[4]
+    once = chooser(1).times.corrected(PLAIN, 1, 1, 1.0).corrected(at(1), 1, 1, 100.0)
+    assert once.of(at(1), 1, 1) == pytest.approx(1.3 * MAX_CORRECTION**0.5)
 
 
 def test_without_times_or_rows_the_depth_stays():

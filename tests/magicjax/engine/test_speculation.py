@@ -91,7 +91,7 @@ def test_an_engine_chooses_by_its_own_times_and_acceptance(tally):
     handles = [engine.submit(prompt) for prompt in engines.prompts()[:4]]
     engine.step()  # without warm-up, rounds are timed here
     times = engine._controller.times
-    assert times.lengths == (1, 3 * engines.CAPACITY // 4)
+    assert times.lengths == (1, 3 * engines.CAPACITY // 4) and times.rows == (1, 2)
     assert [arm.depth for arm in times.seconds] == [0, 1]
     assert all(0 < s < 60 for seconds in times.seconds.values() for s in seconds)
     costs = {arm: (9.0 if arm.depth else 1.0,) for arm in times.seconds}
