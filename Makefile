@@ -7,7 +7,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-llm docs notebooks gpu tpu test test-slow test-other-end test-mutations fuzz lint format clean
+.PHONY: help setup demo peers docs notebooks gpu tpu test test-slow test-other-end test-mutations fuzz lint format clean
 
 ARGS ?=
 WORKERS ?= logical
@@ -22,13 +22,14 @@ setup: ## make .venv with all development packages
 	@tools/setup_env.sh .venv dev
 	@echo "Ready: source .venv/bin/activate"
 
-demo: ## compare plain and speculative decoding on long text; writes results/demo/
+demo: ## compare speculative with plain decoding (downloads 93 MB); writes results/demo/
 	@tools/setup_env.sh .venv experiments
 	@.venv/bin/python -m experiments.launch experiments/configs/demo.yaml
 
-demo-llm: ## the same on SmolLM2-135M (downloads 93 MB); writes results/demo_llm/
+peers: ## compare with transformers, llama.cpp and OpenVINO; writes results/peers_llm/
 	@tools/setup_env.sh .venv experiments
-	@.venv/bin/python -m experiments.launch experiments/configs/demo_llm.yaml
+	@tools/setup_peers.sh
+	@.venv/bin/python -m experiments.studies.peers experiments/configs/peers_llm.yaml
 
 docs: ## build the documentation in build/docs, with warnings as errors
 	@tools/setup_env.sh .venv docs
