@@ -114,10 +114,12 @@ def describe(settings: Mapping[str, Any]) -> str:
 def group_columns(rows: Rows) -> list[str]:
     """Returns the columns that tell the groups apart: batch or slots, context, what else varies."""
     names = [*dict.fromkeys(map(size_name, rows)), "context", *varying(rows)]
-    short = [name for name in names if name not in EFFORT]
-    groups = {shape(row) for row in rows}
-    enough = len({tuple(row.get(name) for name in short) for row in rows}) == len(groups)
-    return short if enough else names
+    groups = len({shape(row) for row in rows})
+    for name in (*EFFORT, "dtype"):  # if they vary with others, these suffice
+        short = [other for other in names if other != name]
+        if len({tuple(row.get(other) for other in short) for row in rows}) == groups:
+            names = short
+    return names
 
 
 def families(rows: Rows) -> dict[str, str]:

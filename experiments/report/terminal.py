@@ -2,14 +2,15 @@
 
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from experiments.report.labels import (
+    describe,
     failure,
+    group_columns,
     shape,
     size_name,
-    value_text,
-    varying,
     with_interval,
 )
 
@@ -46,22 +47,23 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
     `LEGEND` explains it.
     """
     out = Table(title=title)
-    names = (size_name(rows[0]), "context", *varying(rows), "method")
-    for name in names:
-        out.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
-    known = {name for row in rows for name, value in row.items() if value is not None}
+    out.add_column("method", overflow="fold")
+    groups = group_columns(rows)
+    known = {name for row in rows for name, value in row.items() if value not in (None, "")}
     formats = {name: pair for name, pair in FORMATS.items() if pair[0] in {*known, "decode_tok_s"}}
     if not any(row["ties"] for row in rows):
         formats.pop("ties", None)
     for heading in formats:
-        out.add_column(heading, justify="right")
+        out.add_column(heading, justify="right", no_wrap=True)
     for i, row in enumerate(rows):
         cells = [f"[red]{failure(row)}[/]"]
         if row["status"] == "ok":
             shown = row | {"speedup": row["speedup"] and with_interval(row, "speedup")}
             cells = ["–" if row[n] is None else f.format(shown[n]) for n, f in formats.values()]
-        end = i + 1 == len(rows) or shape(rows[i + 1]) != shape(row)
-        out.add_row(*(value_text(name, row[name]) for name in names), *cells, end_section=end)
+        if i == 0 or shape(rows[i - 1]) != shape(row):
+            out.add_section()
+            out.add_row(escape(describe({name: row[name] for name in groups})), style="bold")
+        out.add_row(f"  {escape(row['method'])}", *cells)
     return out
 
 
