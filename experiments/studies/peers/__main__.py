@@ -77,20 +77,24 @@ def magicjax_calls(bench: Bench, group: list[grid.Cell]) -> Calls:
 
 
 @functools.cache
-def assistant_directory(source: str, folder: pathlib.Path) -> pathlib.Path:
+def hf_directory(source: str, folder: pathlib.Path) -> pathlib.Path:
     """Returns a directory that transformers can load.
 
-    Of a model with a draft vocabulary it is a copy in `folder`, with an embedding for every token.
+    It is a copy in `folder` of a model with a draft vocabulary, with an embedding for every token,
+    and of a converted GGUF file, without its quantization.
     """
     directory = checkpoint_directory(source)
-    if getattr(models.load_config(directory), "draft_vocab_size", None) is None:
+    is_draft = getattr(models.load_config(directory), "draft_vocab_size", None) is not None
+    if not is_draft and not is_gguf(source):
         return directory
-    draft = models.load_checkpoint(directory)
-    expanded = draft_vocab.expanded(draft.module, draft.params)
+    model = models.load_checkpoint(directory, weights="none")
+    made = model.module, model.params
+    if is_draft:
+        made = draft_vocab.expanded(*made)
     path = folder / directory.name
-    special = {"eos_token_ids": draft.eos_token_ids, "pad_token_id": draft.pad_token_id}
+    special = {"eos_token_ids": model.eos_token_ids, "pad_token_id": model.pad_token_id}
     tokenizer = models.load_tokenizer(directory)
-    models.save_checkpoint(path, *expanded, **special, tokenizer=tokenizer, overwrite=True)
+    models.save_checkpoint(path, *made, **special, tokenizer=tokenizer, overwrite=True)
     return path
 
 
@@ -105,9 +109,9 @@ def hf_calls(
     )
     calls: Calls = {}
     for name, setting in HF.items():
-        arguments = setting | {"directory": str(checkpoint_directory(plain.target).resolve())}
+        arguments = setting | {"directory": str(hf_directory(plain.target, folder).resolve())}
         if "assistant_tokens" in setting and assistants:
-            arguments["assistant"] = str(assistant_directory(assistants[0], folder).resolve())
+            arguments["assistant"] = str(hf_directory(assistants[0], folder).resolve())
         if (
             (compiled or "compiled" not in setting)
             and (plain.batch == 1 or not SPECULATIVE & setting.keys())
