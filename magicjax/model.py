@@ -127,6 +127,12 @@ class Model:
         """The number of tokens whose logits are on this device."""
         return self.config.vocab_size // self.split.shards
 
+    @property
+    def empty_token(self) -> int | None:
+        """A token whose embedding is zeros; None: the module may have none."""
+        is_own = isinstance(self.module, models.Decoder) and self.config.draft_vocab_size is None
+        return self.config.vocab_size if is_own else None
+
     def sum_over_replicas(self, x: Array) -> Array:
         """Returns the sum of x over the devices that replicate this device's KV heads."""
         return collectives.psum(x, self.split.replica_axes)

@@ -282,13 +282,15 @@ def step(
         mask = jnp.asarray(token_tree.ancestor_mask(proposal.parents))
         spec = StatsSpec() if drafter is None else drafter.stats_spec()
         positions = jnp.broadcast_to(positions, proposal.tokens.shape)
-        # Rows that have ended are zeros and attend to no cache. In models without biases they
-        # remain zeros, which native products skip.
-        tokens = jnp.where(state.ended[:, None], target.config.vocab_size, proposal.tokens)
+        # Rows that have ended are zeros and attend to no cache. In models without biases and
+        # learned positions they remain zeros, which native products skip.
+        scored = proposal.tokens
+        if target.empty_token is not None:
+            scored = jnp.where(state.ended[:, None], target.empty_token, scored)
         lengths = jnp.where(state.ended, 0, state.cache.lengths)
         to = dataclasses.replace(state.cache, lengths=lengths), mask, settings.backend, spec.rounds
         attend = AttendTo(*to, positions=positions)
-        hidden, aux, inputs = target(tokens, positions, attend, spec.layer_inputs)
+        hidden, aux, inputs = target(scored, positions, attend, spec.layer_inputs)
         kv, queries = zip(*aux, strict=True)
         logits = target.unembed(hidden)
         if state.processor is not None:
