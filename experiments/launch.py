@@ -274,7 +274,8 @@ def _launch(
     on_gpu = jobs_on_gpu or bool(launchers.gpus())
     devices = 0 if in_process else _use_only_cpu(whole.cells)
     record = experiment.impossible == "record"
-    whole.invalid = preflight.check_models(whole.groups, record)
+    unfinished = [[c for c in g if whole.state(c) != "finished"] for g in whole.groups]
+    whole.invalid = preflight.check_models(unfinished if record else whole.groups, record)
     whole.too_large = _too_large(whole, on_gpu and not in_process)
     failing = whole.invalid.keys() | whole.too_large
     left = [[c for c in group if c not in failing] for group in whole.groups]

@@ -83,10 +83,14 @@ def write_failure(
 
 
 def state(folder: pathlib.Path) -> str:
-    """Returns "finished", "failed" or "to do"."""
+    """Returns "finished", "failed" or "to do".
+
+    A cell that could not start is to do: its model may be there now.
+    """
     if (folder / METRICS).exists():
         return "finished"
-    return "failed" if (folder / FAILURE).exists() else "to do"
+    failure = read_json(folder / FAILURE)
+    return "failed" if failure and failure["kind"] != "config" else "to do"
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any] | None:
