@@ -26,7 +26,7 @@ import models
 from experiments.runner import exactness
 from experiments.runner.provenance import device_name
 from experiments.runner.workload import Bench
-from experiments.schema import config, grid
+from experiments.schema import config, grid, store
 from experiments.schema.fields import ConfigError
 from experiments.studies.peers.process import Peer, Run, run_magicjax, run_peer
 from experiments.training import draft_vocab
@@ -152,7 +152,8 @@ def gguf_file(
             fetch_gguf(cell.target, stored)
     if cell.target_weights:
         return stored, stored.stem.rpartition(".")[2]
-    converted = folder / f"{stored.stem}.{dtype}.gguf"
+    content = f"{stored.resolve()} {stored.stat().st_size} {stored.stat().st_mtime_ns}"
+    converted = folder / f"{stored.stem}-{store.digest(content)[:8]}.{dtype}.gguf"
     if not converted.is_file():
         partial = converted.with_suffix(".partial")
         llama.request("convert", file=str(stored), out=str(partial), dtype=dtype)
