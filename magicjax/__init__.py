@@ -50,7 +50,10 @@ from magicjax.sampling_params import SamplingParams  # noqa: E402
 from magicjax.trees.sequoia import expected_tokens, optimal  # noqa: E402
 from magicjax.trees.token_tree import DynamicTree, TokenTree, chain, expansion, parse_tree  # noqa: E402
 from magicjax.verification.logprobs import LogProbs  # noqa: E402
+from magicjax.version import version as _version  # noqa: E402
 from sharding import make_mesh  # noqa: E402
+
+__version__ = _version()
 
 __all__ = [
     "Auto",
