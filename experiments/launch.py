@@ -54,6 +54,11 @@ class Grid:
         """Returns "finished", "failed" or "to do"."""
         return store.state(self.folders[cell])
 
+    def failing(self) -> dict[grid.Cell, str]:
+        """Returns the cells without a result that cannot run, with the reasons."""
+        found = self.invalid | self.too_large
+        return {cell: text for cell, text in found.items() if self.state(cell) != "finished"}
+
     def pending(self) -> list[grid.Cell]:
         """Returns the cells to measure in this run, of those that can run.
 
@@ -217,7 +222,7 @@ def dry_run(
 def _print_failing(whole: Grid, console: Console) -> None:
     """Prints the cells that cannot run, and each reason once."""
     cells = collections.defaultdict(list)
-    for cell, problem in (whole.invalid | whole.too_large).items():
+    for cell, problem in whole.failing().items():
         cells[problem].append(whole.labels[cell])
     for problem, names in cells.items():
         console.print(f"{'; '.join(names)} cannot run: {problem}", markup=False)
@@ -274,8 +279,7 @@ def _launch(
     on_gpu = jobs_on_gpu or bool(launchers.gpus())
     devices = 0 if in_process else _use_only_cpu(whole.cells)
     record = experiment.impossible == "record"
-    unfinished = [[c for c in g if whole.state(c) != "finished"] for g in whole.groups]
-    whole.invalid = preflight.check_models(unfinished if record else whole.groups, record)
+    whole.invalid = preflight.check_models(whole.groups, record)
     whole.too_large = _too_large(whole, on_gpu and not in_process)
     failing = whole.invalid.keys() | whole.too_large
     left = [[c for c in group if c not in failing] for group in whole.groups]
@@ -330,7 +334,7 @@ def _measure(
         mode="json", exclude_unset=True, exclude=set(multihost.SETTINGS)
     )
     store.write_experiment(whole.directory, settings)
-    for cell, problem in (whole.invalid | whole.too_large).items():
+    for cell, problem in whole.failing().items():
         store.write_cell(whole.folders[cell], grid.resolved(cell))
         kind = "memory" if cell in whole.too_large else "config"
         store.write_failure(whole.folders[cell], kind, problem)

@@ -49,7 +49,7 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
     out = Table(title=title)
     out.add_column("method", overflow="fold")
     groups = group_columns(rows)
-    known = {name for row in rows for name, value in row.items() if value not in (None, "")}
+    known = {name for row in rows for name, value in row.items() if value is not None}
     formats = {name: pair for name, pair in FORMATS.items() if pair[0] in {*known, "decode_tok_s"}}
     if not any(row["ties"] for row in rows):
         formats.pop("ties", None)

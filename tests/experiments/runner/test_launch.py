@@ -5,6 +5,7 @@ import importlib.metadata
 import importlib.util
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -349,6 +350,27 @@ def test_invalid_cells_are_recorded_with_impossible_record(tmp_path, capsys, her
     assert printed.count("cannot run: model: nowhere/draft is not a directory") == 1
     path.write_text(f"results: {tmp_path / 'x'}\nimpossible: record\ncontext: 99999\nmethods: []\n")
     assert launch.main([str(path)]) == 2  # all cells are invalid
+
+
+def test_a_cell_whose_model_was_missing_is_measured_by_the_next_run(
+    tmp_path, capsys, here, scripted
+):
+    here(scripted())
+    path, draft = tmp_path / "mine.yaml", tmp_path / "draft"
+    path.write_text(
+        f"results: {tmp_path}\nimpossible: record\nrepeats: 1\ncontext: 320\n"
+        f"methods: [{{drafter: small:{draft}, tree: chain:1}}]"
+    )
+    assert launch.main([str(path)]) == 1
+    assert [row["status"] for row in summary(tmp_path)] == ["ok", "config"]
+    shutil.copytree("experiments/zoo/draft-1", draft)
+    assert launch.main([str(path)]) == 0
+    shutil.rmtree(draft)
+    preflight._skeleton.cache_clear()  # as in a new process
+    capsys.readouterr()
+    assert launch.main([str(path)]) == 0  # it has a result
+    assert "cannot run" not in capsys.readouterr().out
+    assert [row["status"] for row in summary(tmp_path)] == ["ok", "ok"]
 
 
 SHIPPED = pathlib.Path(config.__file__).parents[1] / "configs"
