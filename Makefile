@@ -76,6 +76,6 @@ format: ## format the code and apply lint fixes
 	.venv/bin/python -m ruff format .
 
 clean: ## remove environments, caches and builds, but not results/
-	rm -rf .venv .venv-jax-* .venv*.lock build dist *.egg-info
+	rm -rf .venv .venv-jax-* .venv-peers .venv*.lock build dist *.egg-info
 	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

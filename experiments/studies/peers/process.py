@@ -31,7 +31,7 @@ class Peer:
         self.environment = folder / module
         python = self.environment / "bin" / "python"
         if not python.is_file():
-            raise ConfigError(f"{python} does not exist: run `make peers`, or set --peers")
+            raise ConfigError(f"{python} does not exist: run `make peers`, or set --environments")
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         environment.pop("PYTHONPATH", None)  # ours would shadow the other interpreter's packages
         command = [str(python), str(pathlib.Path(__file__).with_name("serve.py")), module]
