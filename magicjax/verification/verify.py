@@ -20,6 +20,7 @@ from sharding import collectives
 from sharding.collectives import AxisNames
 
 VERIFIERS = ("greedy", "naive", "mss")
+UNROLLED = 8  # levels of a walk; XLA fuses each with all before it, so deep walks are loops
 
 
 @struct.dataclass
@@ -126,23 +127,24 @@ def _follow_choices(
     """Returns the path from each node to its first child that has the token chosen there."""
     parents = jnp.broadcast_to(jnp.asarray(parents), tokens.shape)
     rows, nodes = jnp.arange(tokens.shape[0]), jnp.arange(tokens.shape[1])
-    node = accepted = jnp.zeros(tokens.shape[0], jnp.int32)
-    path, ranks = [node], []
-    for step in range(depth):
+
+    def follow(walk, step):
+        node, accepted = walk
         children = parents == node[:, None]
         matches = children & (tokens == choice[rows, node][:, None])
         child = matches.argmax(-1).astype(jnp.int32)
         accept = matches.any(-1) & (accepted == step)
         rank = (children & (nodes < child[:, None])).sum(-1, dtype=jnp.int32)
-        ranks.append(jnp.where(accept, rank, -1))
         node = jnp.where(accept, child, node)
-        accepted = accepted + accept
-        path.append(node)
+        return (node, accepted + accept), (node, jnp.where(accept, rank, -1))
+
+    root = jnp.zeros(tokens.shape[0], jnp.int32)
+    if depth == 0:
+        return VerifyResult(root[:, None], root, choice[:, 0], jnp.zeros((len(rows), 0), jnp.int32))
+    steps = jnp.arange(depth)
+    (node, accepted), (path, ranks) = jax.lax.scan(follow, (root, root), steps, unroll=UNROLLED)
     return VerifyResult(
-        jnp.stack(path, 1),
-        accepted,
-        choice[rows, node],
-        jnp.stack(ranks, 1) if ranks else jnp.zeros((len(rows), 0), jnp.int32),
+        jnp.concatenate([root[:, None], path.T], 1), accepted, choice[rows, node], ranks.T
     )
 
 

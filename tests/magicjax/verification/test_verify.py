@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,9 +67,21 @@ def test_a_shared_tree_is_verified(parents, seed):
     check(verdict, logits, tokens, [parents] * ROWS)
 
 
-def logits_that_choose(choices) -> np.ndarray:
+def logits_that_choose(choices) -> jax.Array:
     """Returns logits [1, N, V] whose best token at each node is the given one."""
-    return np.eye(VOCAB, dtype=np.float32)[np.array([choices])]
+    return jnp.eye(VOCAB)[np.array([choices])]
+
+
+@pytest.mark.parametrize("accepted", [0, 7, 8, 9, 16, 20])
+def test_chains_deeper_than_what_is_unrolled(accepted):
+    nodes = 2 * verify.UNROLLED + 5
+    tokens = np.arange(nodes) % VOCAB
+    choices = np.append(tokens[1:], 0)
+    choices[accepted] = (choices[accepted] + 1) % VOCAB
+    logits, parents = logits_that_choose(choices), [*range(-1, nodes - 1)]
+    verdict = static(logits, jnp.asarray(tokens[None]), jnp.asarray(parents), nodes - 1)
+    check(verdict, logits, tokens[None], [parents])
+    assert verdict.accepted.tolist() == [accepted]
 
 
 def test_among_siblings_with_the_same_token_the_first_is_accepted():
