@@ -1,11 +1,18 @@
-"""Compares the cost model with published tables: `python -m experiments.studies.cost_tables`.
+"""Compares the cost model with published tables, or with measured cells.
+
+    python -m experiments.studies.cost_tables
+    python -m experiments.studies.cost_tables --summary results/NAME/summary.csv --profile FILE.json
 
 The times and speedups of MagicDec's tables 6 and 1; the notebook plan_and_fit shows its claim about
 batch and context. One set of constants serves all rows;
 `magicjax/prediction/cost_model/device.py` documents their sources.
+
+With a summary of a grid and a profile of the device that ran it (`magicjax calibrate`), the
+speedups of the grid at their measured τ.
 """
 
 import argparse
+import dataclasses
 import functools
 import pathlib
 from collections.abc import Sequence
@@ -15,9 +22,13 @@ import numpy as np
 import pandas as pd
 
 import models
-from magicjax.benchmarks.tables import markdown_table
+from magicjax.benchmarks.tables import markdown_table, record_table
+from magicjax.drafters.spec import make_drafter
+from magicjax.files import write_atomically
+from magicjax.loading import skeleton
 from magicjax.prediction import cost_model
 from magicjax.prediction.planner import Candidate, acceptance, inflection
+from magicjax.prediction.planner.candidates import make_draft, model_sizes
 from magicjax.trees.sequoia import expected_tokens
 from magicjax.trees.token_tree import chain
 
@@ -108,6 +119,42 @@ def winners(rows: Sequence[Compared]) -> list[tuple[int, set[str], str]]:
     return result
 
 
+def of_grid(summary: str, profile: str) -> list[dict[str, Any]]:
+    """Returns the measured and predicted speedup of each cell of a grid whose cost is modelled.
+
+    Args:
+      summary: CSV file of a finished grid, of cells that ran on this device.
+      profile: file of this device.
+
+    Raises:
+      ValueError, OSError: files that cannot be read, or a profile of another device or version.
+    """
+    device = cost_model.device_of(profile)
+    table = pd.read_csv(summary)
+    if missing := {"status", "method", "tau", "speedup", "nodes", "gamma"} - {*table}:
+        raise ValueError(f"{summary} is not the summary of a grid: it lacks {sorted(missing)}")
+    rows = []
+    for row in table[table.status == "ok"].to_dict("records"):
+        text = row["method"].split(", ")[0]
+        if not text.startswith(("self:", "prompt-lookup")):
+            continue
+        target = model_sizes(skeleton(row["target"], row["dtype"]), row["dtype"])
+        draft = make_draft(make_drafter(text, skeleton), target, row["dtype"])
+        shape = int(row["batch"]), int(row["context"]), int(row["nodes"]), int(row["gamma"])
+        found = {"batch": shape[0], "context": shape[1], "method": row["method"], "tau": row["tau"]}
+        found["speedup"] = row["speedup"]
+        for source, constants in (
+            ("from constants", dataclasses.replace(device, measured=())),
+            ("from timed passes", device),
+        ):
+            cost = cost_model.round_cost(target, draft, cost_model.Machine(constants), *shape)
+            found[source] = cost.speedup(row["tau"])
+        rows.append(found)
+    if not rows:
+        raise ValueError(f"{summary} has no cell of self-speculation or prompt lookup that ran")
+    return rows
+
+
 def claim() -> tuple[np.ndarray, float | None]:
     """Returns the speedups [contexts, batches] of MagicDec's claim, and the inflection context."""
     machine = cost_model.Machine(cost_model.find_device("a100"), model=8)
@@ -176,14 +223,33 @@ def _table1() -> list[str]:
     ]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the report."""
-    argparse.ArgumentParser(
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the report; returns the exit status."""
+    parser = argparse.ArgumentParser(
         prog="python -m experiments.studies.cost_tables",
         description=(__doc__ or "").partition("\n")[0],
-    ).parse_args(arguments)
-    print(report())
+        allow_abbrev=False,
+    )
+    parser.add_argument("--summary", help="summary.csv of a grid, instead of published tables")
+    parser.add_argument("--profile", help="of the device that ran it, by `magicjax calibrate`")
+    parser.add_argument("--out", type=pathlib.Path, help="write its table to this CSV file")
+    options = parser.parse_args(arguments)
+    if options.summary is None:
+        if options.profile or options.out:
+            parser.error("--profile and --out need --summary")
+        print(report())
+        return 0
+    if options.profile is None:
+        parser.error("--summary needs --profile")
+    try:
+        rows = of_grid(options.summary, options.profile)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    print(record_table(rows))
+    if options.out is not None:
+        write_atomically(options.out, pd.DataFrame(rows).to_csv(index=False))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

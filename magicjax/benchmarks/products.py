@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(record_table(records))
     print(f"\nreads {bandwidth / 1e9:.1f} GB/s, jax {jax.__version__}")
     if options.out:
-        write_json(options.out, {"read_bandwidth": bandwidth, "products": records})
+        write_json(options.out, {"read_bandwidth": bandwidth, "rows": records})
     return 0
 
 

@@ -3,10 +3,13 @@
 import dataclasses
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from experiments.studies import cost_tables
+from magicjax.loading import config_of
 from magicjax.prediction import cost_model
+from magicjax.prediction.cost_model.profile import save_profile
 
 
 def errors(rows, column):
@@ -89,3 +92,47 @@ def test_the_report_has_every_table():
     ):
         assert words in text
     assert "NOT as published" not in text
+
+
+TARGET = "experiments/zoo/target"
+GRID = pd.DataFrame(
+    [
+        {"method": "plain", "nodes": 1, "gamma": 0, "tau": 1.0, "speedup": 1.0},
+        {"method": "self:streaming:256, chain:3", "nodes": 4, "gamma": 3, "tau": 3, "speedup": 2},
+        {"method": "prompt-lookup:4, chain:4", "nodes": 5, "gamma": 4, "tau": 2, "speedup": 1.5},
+        {"method": "small:x:full, chain:2", "nodes": 3, "gamma": 2, "tau": 2, "speedup": 1.5},
+    ]
+).assign(status="ok", target=TARGET, dtype="float32", batch=4, context=8192)
+
+
+def test_cells_of_a_grid_beside_predictions_from_constants_and_from_timed_passes(tmp_path):
+    sizes = cost_model.sizes_of(config_of(TARGET), "float32", "target")
+    passes = cost_model.Steps(
+        sizes.key, cost_model.PASS, (4,), (8192,), (1, 4, 5), (2e-3, 4e-3, 5e-3)
+    )
+    device = cost_model.Device("this", 30e9, 1e11, 1e10, None, dtype="float32", measured=(passes,))
+    grid, profile, out = (tmp_path / name for name in ("grid.csv", "profile.json", "out.csv"))
+    save_profile(profile, device, {})
+    GRID.to_csv(grid, index=False)
+    files = ["--summary", str(grid), "--profile", str(profile)]
+    assert cost_tables.main([*files, "--out", str(out)]) == 0
+    found = pd.read_csv(out)
+    assert [*found["method"]] == [*GRID["method"][1:3]]  # a path is not in the summary
+    assert [*found["speedup"]] == [2, 1.5]
+    # two tokens in a pass of 5 ms, where a step takes 2 ms
+    assert found["from timed passes"][1] == pytest.approx(2 * 2e-3 / (5e-3), rel=0.2)
+    assert found["from constants"][1] > 1.2  # bound by memory: five nodes cost little
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--profile", "p.json"], "need --summary"),
+        (["--summary", "s.csv"], "needs --profile"),
+        (["--summary", "s.csv", "--profile", "missing.json"], "does not exist"),
+    ],
+)
+def test_errors(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        cost_tables.main(arguments)
+    assert message in capsys.readouterr().err
