@@ -228,8 +228,9 @@ RACING = {
 
 
 @interpreted
-@pytest.mark.parametrize("kernel", [mosaic.attend, mosaic.attend_sm80], ids=["hopper", "ampere"])
-def test_a_right_kernel_passes_the_self_check(kernel, monkeypatch):
+@pytest.mark.parametrize("name", quick(["hopper", "ampere"], "ampere"))
+def test_a_right_kernel_passes_the_self_check(name, monkeypatch):
+    kernel = {"hopper": mosaic.attend, "ampere": mosaic.attend_sm80}[name]
     chunk = ("prompt chunk", 2, 1160, 1, 45, 1)  # the interpreter is slow
     monkeypatch.setattr(attention_check, "CASES", [*attention_check.CASES[:2], chunk])
     attend = functools.partial(kernel, interpreted=True)
@@ -244,13 +245,11 @@ def test_a_right_kernel_passes_the_self_check(kernel, monkeypatch):
 
 
 @interpreted
-@pytest.mark.parametrize(
-    ("module", "kernel"),
-    [(hopper, mosaic.attend), (ampere, mosaic.attend_sm80)],
-    ids=["hopper", "ampere"],
-)
-def test_the_self_check_divides_a_prefix(module, kernel, monkeypatch):
+@pytest.mark.parametrize("name", quick(["hopper", "ampere"], "ampere"))
+def test_the_self_check_divides_a_prefix(name, monkeypatch):
     """Each split reads the first part of the prefix: equal without splits, and detected."""
+    kernels = {"hopper": (hopper, mosaic.attend), "ampere": (ampere, mosaic.attend_sm80)}
+    module, kernel = kernels[name]
     make_part = module.make_part
 
     def first_part(*arguments):
