@@ -20,7 +20,7 @@ LEGEND = (
     "τ: tokens emitted per target pass and row; accepted: accepted tokens / (depth × rounds); "
     "exact: rows equal to plain decoding, ties included; ties: rows that differ at a tie;",
     "agree: how often draft and target predict the same token on the second half of the prompts "
-    "(agreement_tokens tokens at most; –: unknown for this draft); repeats: 8-grams that occurred "
+    "(agreement_tokens tokens at most; –: unknown for this draft); repeated: 8-grams that occurred "
     "before in the text",
 )
 FORMATS = {
@@ -32,7 +32,7 @@ FORMATS = {
     "exact": ("exact_match", "{:.3f}"),
     "ties": ("ties", "{}"),
     "agree": ("agreement", "{:.3f}"),
-    "repeats": ("repeated_8grams", "{:.3f}"),
+    "repeated": ("repeated_8grams", "{:.3f}"),
     "score": ("score", "{:.3f}"),
     "TTFT p95": ("ttft_s_p95", "{:.2f} s"),
     "TPOT p95": ("tpot_ms_p95", "{:.1f} ms"),

@@ -57,7 +57,10 @@ def _check(
         if name not in known:
             raise ConfigError(f"grid: {unknown(name, known)}")
         if found.count(name) > 1:
-            raise ConfigError(f"grid: the axis {name} occurs twice: remove one")
+            raise ConfigError(
+                f"the axis {name} occurs twice in grid and zip, those of a base included: remove "
+                "one; `zip: []` drops the zip of a base"
+            )
         if not values:
             raise ConfigError(f"grid: the axis {name} has no values, so the grid is empty")
     for name, values in grid.items():

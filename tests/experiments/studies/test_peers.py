@@ -103,7 +103,7 @@ def test_a_different_row_is_counted_and_located(main, monkeypatch):
     ],
 )
 def test_invalid_options_are_refused_with_the_remedy(options, message, capsys):
-    assert peers.main(["experiments/configs/hf_baseline.yaml", *options.split()]) == 2
+    assert peers.main(["experiments/configs/ablation_batch_context.yaml", *options.split()]) == 2
     assert message in capsys.readouterr().err
 
 
