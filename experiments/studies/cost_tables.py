@@ -39,6 +39,12 @@ DRAFT = "self:streaming:512"
 TIMES = ("t_target_ms", "t_verify_ms", "gamma_t_draft_ms", "speedup")
 TIE = 0.03  # published speedups within this share of the best are ties
 
+# Of a summary. The starts of methods that it predicts, and words of those that it does not.
+COLUMNS = {"status", "target", "target_weights", "offload", "dtype", "batch", "context", "method"}
+COLUMNS |= {"tau", "speedup", "nodes", "gamma"}
+MODELLED = "self:", "prompt-lookup"
+NOT_MODELLED = " + ", " -> ", "refresh_every", "dynamic:"
+
 CLAIM_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CLAIM_CONTEXTS = (1000, 2000, 4000, 8000, 16000, 32000)
 CLAIM_GAMMA = 3
@@ -122,6 +128,9 @@ def winners(rows: Sequence[Compared]) -> list[tuple[int, set[str], str]]:
 def of_grid(summary: str, profile: str) -> list[dict[str, Any]]:
     """Returns the measured and predicted speedup of each cell of a grid whose cost is modelled.
 
+    Not modelled are ensembles, cascades, refreshes and dynamic trees, and small models are left
+    out because a summary has no paths of drafts.
+
     Args:
       summary: CSV file of a finished grid, of cells that ran on this device.
       profile: file of this device.
@@ -131,14 +140,19 @@ def of_grid(summary: str, profile: str) -> list[dict[str, Any]]:
     """
     device = cost_model.device_of(profile)
     table = pd.read_csv(summary)
-    if missing := {"status", "method", "tau", "speedup", "nodes", "gamma"} - {*table}:
+    if missing := COLUMNS - {*table}:
         raise ValueError(f"{summary} is not the summary of a grid: it lacks {sorted(missing)}")
+    target_of = functools.cache(skeleton)
     rows = []
     for row in table[table.status == "ok"].to_dict("records"):
         text = row["method"].split(", ")[0]
-        if not text.startswith(("self:", "prompt-lookup")):
+        if not text.startswith(MODELLED) or any(word in row["method"] for word in NOT_MODELLED):
             continue
-        target = model_sizes(skeleton(row["target"], row["dtype"]), row["dtype"])
+        weights = row["target_weights"] if isinstance(row["target_weights"], str) else None
+        model = target_of(
+            row["target"], row["dtype"], weights=weights, offload=row["offload"] == "yes"
+        )
+        target = model_sizes(model, row["dtype"])
         draft = make_draft(make_drafter(text, skeleton), target, row["dtype"])
         shape = int(row["batch"]), int(row["context"]), int(row["nodes"]), int(row["gamma"])
         found = {"batch": shape[0], "context": shape[1], "method": row["method"], "tau": row["tau"]}

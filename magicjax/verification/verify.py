@@ -139,7 +139,7 @@ def _follow_choices(
         return (node, accepted + accept), (node, jnp.where(accept, rank, -1))
 
     root = jnp.zeros(tokens.shape[0], jnp.int32)
-    if depth == 0:
+    if depth == 0:  # plain decoding
         return VerifyResult(root[:, None], root, choice[:, 0], jnp.zeros((len(rows), 0), jnp.int32))
     steps = jnp.arange(depth)
     (node, accepted), (path, ranks) = jax.lax.scan(follow, (root, root), steps, unroll=UNROLLED)

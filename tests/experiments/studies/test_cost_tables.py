@@ -101,6 +101,8 @@ GRID = pd.DataFrame(
         {"method": "self:streaming:256, chain:3", "nodes": 4, "gamma": 3, "tau": 3, "speedup": 2},
         {"method": "prompt-lookup:4, chain:4", "nodes": 5, "gamma": 4, "tau": 2, "speedup": 1.5},
         {"method": "small:x:full, chain:2", "nodes": 3, "gamma": 2, "tau": 2, "speedup": 1.5},
+        {"method": "prompt-lookup:4 -> self:h2o:64, chain:4", "nodes": 5, "gamma": 4, "tau": 3},
+        {"method": "self:h2o:64, dynamic:8,4,2", "nodes": 8, "gamma": 4, "tau": 3},
     ]
 ).assign(status="ok", target=TARGET, dtype="float32", batch=4, context=8192)
 
@@ -110,18 +112,33 @@ def test_cells_of_a_grid_beside_predictions_from_constants_and_from_timed_passes
     passes = cost_model.Steps(
         sizes.key, cost_model.PASS, (4,), (8192,), (1, 4, 5), (2e-3, 4e-3, 5e-3)
     )
-    device = cost_model.Device("this", 30e9, 1e11, 1e10, None, dtype="float32", measured=(passes,))
+    device = cost_model.Device(
+        *("this", 30e9, 1e11, 1e10, None), dtype="float32", measured=(passes,), round_seconds=0.0
+    )
     grid, profile, out = (tmp_path / name for name in ("grid.csv", "profile.json", "out.csv"))
     save_profile(profile, device, {})
-    GRID.to_csv(grid, index=False)
+    GRID.assign(target_weights=None, offload=None).to_csv(grid, index=False)
     files = ["--summary", str(grid), "--profile", str(profile)]
     assert cost_tables.main([*files, "--out", str(out)]) == 0
     found = pd.read_csv(out)
-    assert [*found["method"]] == [*GRID["method"][1:3]]  # a path is not in the summary
+    assert [*found["method"]] == [*GRID["method"][1:3]]  # the others are not modelled
     assert [*found["speedup"]] == [2, 1.5]
     # two tokens in a pass of 5 ms, where a step takes 2 ms
-    assert found["from timed passes"][1] == pytest.approx(2 * 2e-3 / (5e-3), rel=0.2)
+    assert found["from timed passes"][1] == pytest.approx(2 * 2e-3 / 5e-3)
     assert found["from constants"][1] > 1.2  # bound by memory: five nodes cost little
+
+
+def test_quantized_cells_are_predicted_with_their_weights(tmp_path):
+    device = cost_model.Device("this", 30e9, 1e14, 1e10, None, dtype="float32", layer_seconds=0.0)
+    grid, profile = tmp_path / "grid.csv", tmp_path / "profile.json"
+    save_profile(profile, device, {})
+    cells = [
+        GRID[1:2].assign(target_weights=weights, offload=None) for weights in (None, "int4:32")
+    ]
+    pd.concat(cells).to_csv(grid, index=False)
+    full, quantized = cost_tables.of_grid(str(grid), str(profile))
+    # weights count less beside the cache, which a draft does not read
+    assert quantized["from constants"] > 1.05 * full["from constants"]
 
 
 @pytest.mark.parametrize(
