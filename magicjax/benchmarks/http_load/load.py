@@ -106,7 +106,8 @@ async def _fill(
             assert run.level.concurrency is not None
             await _closed(post, run.level.concurrency, requests, start + seconds)
         else:
-            await _open(post, arrivals(run.level.rate, len(requests), seed), requests, seconds)
+            due = [start + at for at in arrivals(run.level.rate, len(requests), seed)]
+            await _open(post, due, requests, start + seconds)
     finally:
         run.seconds = time.perf_counter() - start
 
@@ -128,16 +129,15 @@ async def _closed(post: Post, concurrency: int, requests: Sequence[Request], unt
 
 
 async def _open(
-    post: Post, due_s: Sequence[float], requests: Sequence[Request], seconds: float
+    post: Post, due: Sequence[float], requests: Sequence[Request], until: float
 ) -> None:
     """Sends the requests when they are due, whatever has been answered."""
-    start = time.perf_counter()
     async with asyncio.TaskGroup() as group:
-        for request, at in zip(requests, due_s, strict=True):
-            if at >= seconds:
+        for request, at in zip(requests, due, strict=True):
+            if at >= until:
                 break
-            await asyncio.sleep(start + at - time.perf_counter())
-            group.create_task(post(request, start + at))
+            await asyncio.sleep(at - time.perf_counter())
+            group.create_task(post(request, at))
 
 
 def arrivals(rate: float, count: int, seed: int) -> list[float]:

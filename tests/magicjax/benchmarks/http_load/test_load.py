@@ -46,7 +46,7 @@ def test_a_closed_loop_keeps_its_concurrency(sent):
 def test_an_open_loop_sends_when_requests_are_due(sent):
     (run,) = measure([ON], [Level(rate=1e4)], 20)
     due = arrivals(1e4, 20, 0)
-    assert [sample.due_s for sample in run.samples] == pytest.approx(due, abs=1e-3)
+    assert sorted(sample.due_s for sample in run.samples) == pytest.approx(due)
     assert max(before for _, before in sent) > 5  # answers are not waited for
 
 
