@@ -52,8 +52,10 @@ def quantized(inputs: dict, bits: int = 8) -> dict:
 TILED = Shape(2, 40, 40, 2, 3, 64, 300)  # 120 rows for each of 2 KV heads
 
 
-@pytest.mark.parametrize("bits", [None, 8, 4])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+TILES = [(dtype, bits) for dtype in ("float32", "bfloat16") for bits in (None, 8, 4)]
+
+
+@pytest.mark.parametrize(("dtype", "bits"), quick(TILES, ("float32", None), ("bfloat16", 8)))
 def test_tiles_of_rows_and_blocks_of_keys_give_the_same_result(dtype, bits, monkeypatch):
     small = config.Config(rows=32, block=128, new_block=16)
     monkeypatch.setattr(tpu_attention, "choose_config", lambda *sizes: small)

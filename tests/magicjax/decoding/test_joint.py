@@ -252,7 +252,7 @@ def check(what: str, calls: int, settings: dict[str, float]) -> None:
     assert p > 0.001
 
 
-@pytest.mark.parametrize("what", ["small, 2,2", CASCADE])
+@pytest.mark.parametrize("what", quick(["small, 2,2", CASCADE], "small, 2,2"))
 def test_sampled_texts_have_the_targets_joint_distribution(what):
     check(what, FEW_CALLS, PLAIN)
 
@@ -265,6 +265,7 @@ def test_sampled_texts_with_penalties_have_the_joint_distribution(what):
     check(what, FEW_CALLS, PROCESSED)
 
 
+@pytest.mark.slow
 def test_penalties_of_the_root_only_are_detected(monkeypatch):
     def only_itself(parents):
         nodes = parents.shape[-1]
@@ -364,7 +365,8 @@ def greedily(verifier, logits, proposal, depth, *_):
 BROKEN = ["q of the first drafter", "the target's random numbers", "greedy verification"]
 
 
-@pytest.mark.parametrize("how", quick(BROKEN, "q of the first drafter"))
+@pytest.mark.slow
+@pytest.mark.parametrize("how", BROKEN)
 def test_a_rule_broken_within_a_cascades_round_is_detected(how, monkeypatch):
     monkeypatch.setattr(program_cache, "_compiled", {})
     drafter = magicjax.Cascade(small(1), self_speculation())

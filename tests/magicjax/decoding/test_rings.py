@@ -19,8 +19,8 @@ from tests.magicjax import keywords, tiny
 from tests.magicjax.recomputation import rerun
 from tests.quick import quick
 
-NEW, WIDTH, WINDOW = 96, 512, 20
-LENGTHS = (400, 230, 64, 3)
+NEW, WIDTH, WINDOW = 48, 512, 20
+LENGTHS = (370, 230, 64, 3)  # the first text passes 384, where its rings of 192 slots wrap
 OPTIONS = dict(max_tokens=NEW, eos_token_id=[])
 
 
@@ -86,7 +86,7 @@ def draftings(kind: str) -> dict[str, dict]:
 
 
 ALL = [(kind, name) for kind in ("mixed", "windowed") for name in draftings(kind)]
-QUICK = [("mixed", name) for name in ("plain", "snapkv", "quest", "cascade", "near sparse")]
+QUICK = [("mixed", name) for name in ("plain", "snapkv", "quest", "near sparse")]
 
 
 @pytest.mark.parametrize(("kind", "drafting"), quick(ALL, *QUICK, ("windowed", "streaming")))
@@ -130,7 +130,7 @@ def test_drafts_of_a_window_within_the_budget_are_the_targets_own():
 @pytest.mark.parametrize("kind", ["mixed", "windowed"])
 def test_bytes_of_rings(kind):
     output = keywords.generate(model(kind), prompts()[:1], **OPTIONS)
-    target, capacity = model(kind), 512
+    target, capacity = model(kind), 448  # 370 + 48, and room for a round
     rings = sum(window is not None for window in target.windows)
     slots = rings * layer_slots(WINDOW, capacity) + (4 - rings) * capacity
     assert layer_slots(WINDOW, capacity) == 192 > WINDOW + RING_SPARE - 64
@@ -139,6 +139,7 @@ def test_bytes_of_rings(kind):
     assert sum(x.nbytes for x in (*full.k, *full.v)) == output.stats.kv_bytes_target
 
 
+@pytest.mark.slow
 def test_offloaded_and_resident_texts_are_equal():
     output = keywords.generate(
         magicjax.offload(model()), prompts(), **OPTIONS, **draftings("mixed")["snapkv"]

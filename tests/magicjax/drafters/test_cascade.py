@@ -121,7 +121,8 @@ MIDDLE = {
 }
 
 
-@pytest.mark.parametrize("middle", quick(MIDDLE, "copy"))
+@pytest.mark.slow
+@pytest.mark.parametrize("middle", MIDDLE)
 def test_a_greedy_chain_is_what_the_middle_drafter_proposes_itself(middle):
     own, tree = MIDDLE[middle](), magicjax.chain(5)
     made = magicjax.Cascade(tiny.drafter("near"), own, tiny.TREES["2,2,1"])
