@@ -58,8 +58,9 @@ def _texts(column: pd.Series) -> list[str]:
     """Returns the cells of a column; its numbers have the same number of decimals."""
     if not pd.api.types.is_numeric_dtype(column):
         return column.fillna("").astype(str).tolist()
-    whole = (column.dropna() % 1 == 0).all() or column.abs().max() >= 100
-    return ["" if pd.isna(x) else f"{x:,.{0 if whole else 2}f}" for x in column]
+    largest = column.abs().max()
+    decimals = 0 if (column.dropna() % 1 == 0).all() else int(largest < 100) + int(largest < 10)
+    return ["" if pd.isna(x) else f"{x:,.{decimals}f}" for x in column]
 
 
 def main() -> None:
