@@ -16,7 +16,7 @@ from experiments.report.labels import (
 
 LEGEND = (
     "speedup: over plain tok/s, that of plain decoding in the cell's own process, with interleaved "
-    "runs (the plain row has its own process, so its tok/s may differ), with a 95 % interval;",
+    "runs (a plain row has its own process, so its tok/s may differ), with a 95 % interval;",
     "τ: tokens emitted per target pass and row; accepted: accepted tokens / (depth × rounds); "
     "exact: rows equal to plain decoding, ties included; ties: rows that differ at a tie;",
     "agree: how often draft and target predict the same token on the second half of the prompts "
@@ -69,14 +69,15 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
 
 def notes(rows: list[dict[str, Any]]) -> list[str]:
     """Returns the lines below the table: bandwidth of plain decoding, failures, ties."""
-    lines, errors = [], set()
+    lines, errors, read = [], set(), set()
     for row in rows:
         where = f"{size_name(row)} {row['batch']}, context {row['context']}"
         if row["status"] != "ok":
             if (shape(row), row["error"]) not in errors:  # once for all cells of a group
                 lines.append(f"{where}, {row['method']} failed: {row['error']}")
             errors.add((shape(row), row["error"]))
-        elif row["draft"] == "none" and row["bandwidth_share"] is not None:
+        elif row["bandwidth_share"] is not None and shape(row) not in read:
+            read.add(shape(row))
             above = row["bandwidth_share"] > 1
             lines.append(
                 f"{where}: plain decoding reads {row['ar_gbs']:.1f} GB/s, "
