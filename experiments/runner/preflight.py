@@ -48,7 +48,10 @@ def check_models(groups: Groups, record: bool = False) -> dict[grid.Cell, str]:
       ConfigError: each problem once, without `record` or if no cell can run.
     """
     uses = {
-        cell: [("target", cell.target), *(("model", path) for path in cell.models)]
+        cell: [
+            ("target", cell.target),
+            *((part.name, part.path) for part in cell.drafts if part.path),
+        ]
         for group in groups
         for cell in group
     }

@@ -95,10 +95,11 @@ def config_error(kind: type, error: pydantic.ValidationError, source: str) -> Co
 def _explain(kind: type, problem: Any) -> str:
     """Returns one line for one of pydantic's errors: key, value, and remedy."""
     location = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] == "invalid_key":
+    if problem["type"] == "invalid_key" or problem["loc"][-1:] == ("[key]",):
         return (
-            f"{location}: a key must be text: quote a value that contains commas, as in "
-            '{tree: "expansion:2,2,1"}'
+            f"{location.removesuffix('.[key]')}: a key must be text: quote a value that contains "
+            'commas, as in {tree: "expansion:2,2,1"}, and write several values in brackets, as in '
+            "{batch: [1, 4]}"
         )
     if problem["type"] not in ("extra_forbidden", "unexpected_keyword_argument"):
         compound = isinstance(problem["input"], dict | list)

@@ -303,7 +303,7 @@ def test_invalid_settings_end_with_status_2_and_a_message(tmp_path, capsys):
 IMPOSSIBLE = {
     "no such target": ("target: ./none", "target: ./none is not a directory"),
     "a preset": ("target: opt-125m", "target: 'opt-125m' is a preset, which has no tokenizer"),
-    "no such draft": ("methods: [{drafter: small:./none}]", "model: ./none is not a directory"),
+    "no such draft": ("methods: [{drafter: small:./none}]", "small: ./none is not a directory"),
     "texts too long": (
         "grid: {batch: [1, 2], context: [64, 16300]}\nnew_tokens: 128",
         "context 16300: prompt 0 has 16300 tokens; with new_tokens=128 it needs 16428 "
@@ -347,7 +347,7 @@ def test_invalid_cells_are_recorded_with_impossible_record(tmp_path, capsys, her
     assert "nowhere/draft is not a directory" in summary(tmp_path)[3]["error"]
     printed = " ".join(capsys.readouterr().out.split())
     assert "budget=8 is too small: its ring has 4" in printed
-    assert printed.count("cannot run: model: nowhere/draft is not a directory") == 1
+    assert printed.count("cannot run: small: nowhere/draft is not a directory") == 1
     path.write_text(f"results: {tmp_path / 'x'}\nimpossible: record\ncontext: 99999\nmethods: []\n")
     assert launch.main([str(path)]) == 2  # all cells are invalid
 
