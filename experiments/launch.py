@@ -284,7 +284,12 @@ def _launch(
     failing = whole.invalid.keys() | whole.too_large
     left = [[c for c in group if c not in failing] for group in whole.groups]
     whole.invalid |= preflight.check([*filter(None, left)], record)
-    known = {c: estimates.of(c, on_gpu) for c in whole.cells if c not in whole.invalid}
+    known = {
+        cell: estimates.of(cell, on_gpu, chooses=cell is group[0])
+        for group in whole.groups
+        for cell in group
+        if cell not in whole.invalid
+    }
     known |= dict.fromkeys(whole.invalid, estimates.Estimate(0.0, 0.0))
     if experiment.dry_run:
         dry_run(whole, console, known, on_gpu)

@@ -239,8 +239,8 @@ def throughput(rows: Rows, styles: Styles) -> Figure:
         styles,
         alt.X("tpot_ms_p50:Q", title="ms/token of one user, median"),
         alt.Y("decode_tok_s:Q", title="tokens/s of the batch"),
-        "Throughput of the batch against latency of one user. Every cell, including plain "
-        "decoding, is timed in its own process.",
+        "Throughput of the batch against latency of one user. Every cell is timed in its own "
+        "process.",
         order="batch:Q",
         size=alt.Size("batch:O", scale=sizes, legend=legend),
     )

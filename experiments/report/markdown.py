@@ -55,7 +55,10 @@ def _table(request: str, folder: pathlib.Path) -> str:
 
 
 def _texts(column: pd.Series) -> list[str]:
-    """Returns the cells of a column; its numbers have the same number of decimals."""
+    """Returns the cells of a column; its numbers have the same number of decimals.
+
+    Integers have none, others none if the largest is at least 100, one from 10 on, else two.
+    """
     if not pd.api.types.is_numeric_dtype(column):
         return column.fillna("").astype(str).tolist()
     largest = column.abs().max()

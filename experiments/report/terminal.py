@@ -69,15 +69,15 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
 
 def notes(rows: list[dict[str, Any]]) -> list[str]:
     """Returns the lines below the table: bandwidth of plain decoding, failures, ties."""
-    lines, errors, read = [], set(), set()
+    lines, errors, reported = [], set(), set()
     for row in rows:
         where = f"{size_name(row)} {row['batch']}, context {row['context']}"
         if row["status"] != "ok":
             if (shape(row), row["error"]) not in errors:  # once for all cells of a group
                 lines.append(f"{where}, {row['method']} failed: {row['error']}")
             errors.add((shape(row), row["error"]))
-        elif row["bandwidth_share"] is not None and shape(row) not in read:
-            read.add(shape(row))
+        elif row["bandwidth_share"] is not None and shape(row) not in reported:
+            reported.add(shape(row))
             above = row["bandwidth_share"] > 1
             lines.append(
                 f"{where}: plain decoding reads {row['ar_gbs']:.1f} GB/s, "

@@ -35,8 +35,8 @@ class Estimate:
     seconds: float
 
 
-def of(cell: grid.Cell, on_gpu: bool) -> Estimate:
-    """Returns the estimate of a cell on a GPU or a CPU."""
+def of(cell: grid.Cell, on_gpu: bool, chooses: bool) -> Estimate:
+    """Returns the estimate of a cell on a GPU or a CPU; `chooses` its prompts for its group."""
     target = _sizes(cell.target, cell.dtype, **cell.storage)
     one, slots = Machine(GPU), cell.context + cell.new_tokens
     num_bytes = memory_bytes(target, one, cell.batch, slots, target.kv_bytes)
@@ -45,10 +45,10 @@ def of(cell: grid.Cell, on_gpu: bool) -> Estimate:
         if isinstance(drafter, TARGET_DRAFTERS | SmallModel):
             draft, shared = make_draft(drafter, target, cell.dtype), part.name == "self"
             num_bytes += draft.memory(one, cell.batch, slots, shared=shared)
-    return Estimate(num_bytes / 1e9, _seconds(cell, target, on_gpu))
+    return Estimate(num_bytes / 1e9, _seconds(cell, target, on_gpu, chooses))
 
 
-def _seconds(cell: grid.Cell, target: Sizes, on_gpu: bool) -> float:
+def _seconds(cell: grid.Cell, target: Sizes, on_gpu: bool, chooses: bool) -> float:
     mesh = parse_mesh(cell.mesh) if cell.mesh else MeshSize()
     device = dataclasses.replace(GPU, dtype=cell.dtype) if on_gpu else _cpu(cell.dtype)
     links = {"link": device.link or LINK, "host_link": device.host_link or LINK}
@@ -65,7 +65,7 @@ def _seconds(cell: grid.Cell, target: Sizes, on_gpu: bool) -> float:
     runs = methods * (cell.repeats + 1)
     shared = cell.repeats > 0 and cell.draft != "auto"  # one prefill for all runs of a batch
     batch = (1 if shared else runs) * prefill + runs * decode
-    if cell.draft == "none" and cell.candidates > 1:  # to choose the prompts of a group
+    if chooses and cell.candidates > 1:
         batch += cell.candidates * (prefill + decode)
     traced = decode if cell.phases and cell.repeats else 0.0
     return START_S + cell.num_requests // cell.batch * batch + traced

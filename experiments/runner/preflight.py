@@ -42,7 +42,7 @@ def _skeleton(source: str, dtype: str = "float32", **options: Any) -> Model:
 def check_models(groups: Groups, record: bool = False) -> dict[grid.Cell, str]:
     """Returns the cells with a model that cannot be loaded, with the reasons, if `record`.
 
-    Each model is looked for once: it may be a download.
+    A model is looked for once for each drafter that uses it: it may be a download.
 
     Raises:
       ConfigError: each problem once, without `record` or if no cell can run.

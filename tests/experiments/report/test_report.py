@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from experiments.report import answer, page, ranking, results_folder
+from experiments.report import answer, page, ranking, results_folder, terminal
 from experiments.schema import config, grid, store
 from experiments.schema.columns import COLUMNS, TIMES
 
@@ -61,6 +61,16 @@ def fill(directory, batches=(1, 4), contexts=(64, 96), faster=1.0, failed=FAILED
         ]
         store.write_result(folder, env, {"row": row} | both | curves, requests)
     return directory
+
+
+def test_the_terminal_notes_the_bandwidth_once_a_group_also_without_plain_rows(tmp_path):
+    cells = results_folder.read(fill(tmp_path, failed={})).cells
+    methods = [row for row in answer.with_intervals(cells) if row["draft"] != "none"]
+    notes = [line for line in terminal.notes(methods) if "plain decoding reads 1.0 GB/s" in line]
+    assert len(methods) == 12
+    assert sorted(line.partition(":")[0] for line in notes) == [
+        f"batch {batch}, context {context}" for batch in (1, 4) for context in (64, 96)
+    ]
 
 
 FIGURES = ["acceptance", "depth", "phases", "speedup", "speedup_by_batch", "speedup_by_context"]

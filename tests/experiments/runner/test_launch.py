@@ -33,7 +33,7 @@ SETTINGS = {
 def start(tmp_path, monkeypatch, scripted, here):
     """Starts the launcher on a file of these settings, and returns its exit status."""
     monkeypatch.setattr(preflight, "check", lambda groups, record=False: {})
-    monkeypatch.setattr(estimates, "of", lambda cell, on_gpu: estimates.Estimate(1, 60))
+    monkeypatch.setattr(estimates, "of", lambda cell, on_gpu, chooses: estimates.Estimate(1, 60))
     monkeypatch.setattr(provenance, "code", lambda: "this code")
 
     def start(*arguments, bench=None, before=lambda folder: None, file="mine.yaml", **changes):
