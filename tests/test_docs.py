@@ -67,10 +67,12 @@ def test_tables_hold_the_stored_results(page):
 
 
 def test_a_stale_table_and_a_broken_block_are_found(tmp_path):
-    header = "<!-- table: a.csv | columns: x as y -->\n"
-    (tmp_path / "a.csv").write_text("x,z\n1.5,2\n2,3\n")
+    header = "<!-- table: a.csv | columns: x as y, z -->\n"
+    (tmp_path / "a.csv").write_text("x,z\n1.5,20.26\n2,3\n")
     stale = f"{header}| y |\n<!-- end of table -->"
-    fresh = f"{header}| y |\n| --- |\n| 1.50 |\n| 2.00 |\n<!-- end of table -->"
+    fresh = (
+        f"{header}| y | z |\n| --- | --- |\n| 1.50 | 20.3 |\n| 2.00 | 3.0 |\n<!-- end of table -->"
+    )
     assert markdown.updated(stale, tmp_path) == fresh
     with pytest.raises(ValueError, match="unknown columns"):
         markdown.updated(stale.replace("x as", "w as"), tmp_path)

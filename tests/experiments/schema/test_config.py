@@ -258,7 +258,7 @@ def test_the_configs_of_the_project_are_valid(path):
     ("text", "message"),
     [
         ("name: a\nexclude: [{batch: 1}\nrepeats: 3", "mine.yaml: line 3: "),
-        ("grid: {context: 512, 1024}", "grid.1024: a key must be text"),
+        ("grid: {context: 512, 1024}", "grid.1024: a key must be text: "),
         ("name: 'a", "mine.yaml: line 1: found unexpected end of stream"),
         ("", "mine.yaml: the file is empty"),
         ("# nothing\n", "mine.yaml: the file is empty"),
