@@ -53,7 +53,6 @@ test-slow: ## run the slow tests
 	@.venv/bin/python -m pytest $(PARALLEL) -m slow $(ARGS)
 
 test-other-end: ## run kernel and loop tests with the oldest supported JAX
-	@tools/setup_env.sh .venv test
 	@tools/test_other_end.sh $(PARALLEL) $(ARGS)
 
 test-mutations: ## check that the quick suite catches wrong changes to the core

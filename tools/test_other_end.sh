@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the kernel and loop tests with the oldest supported JAX; .venv has the newest.
+# Runs the kernel and loop tests with the oldest supported JAX, in an environment of its own.
 #
 #   tools/test_other_end.sh [pytest arguments]
 set -euo pipefail
@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 
 oldest=$(sed -n 's/^ *"jax>=\([0-9.]*\)",$/\1/p' pyproject.toml)
 env=.venv-jax-$oldest
-PYTHON=${PYTHON:-.venv/bin/python} tools/setup_env.sh "$env" test "jax==$oldest"
+tools/setup_env.sh "$env" test "jax==$oldest"
 # A version of JAX can break kernels, programs and exactness, but not validation on the host.
 # XLA_FLAGS, even if empty, keeps the tests from disabling optimizations.
 export XLA_FLAGS=${XLA_FLAGS-}
