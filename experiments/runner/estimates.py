@@ -36,7 +36,10 @@ class Estimate:
 
 
 def of(cell: grid.Cell, on_gpu: bool, chooses: bool) -> Estimate:
-    """Returns the estimate of a cell on a GPU or a CPU; `chooses` its prompts for its group."""
+    """Returns the estimate of a cell on a GPU or a CPU.
+
+    `chooses` is whether the cell chooses the prompts of its group.
+    """
     target = _sizes(cell.target, cell.dtype, **cell.storage)
     one, slots = Machine(GPU), cell.context + cell.new_tokens
     num_bytes = memory_bytes(target, one, cell.batch, slots, target.kv_bytes)

@@ -63,16 +63,6 @@ def fill(directory, batches=(1, 4), contexts=(64, 96), faster=1.0, failed=FAILED
     return directory
 
 
-def test_the_terminal_notes_the_bandwidth_once_a_group_also_without_plain_rows(tmp_path):
-    cells = results_folder.read(fill(tmp_path, failed={})).cells
-    methods = [row for row in answer.with_intervals(cells) if row["draft"] != "none"]
-    notes = [line for line in terminal.notes(methods) if "plain decoding reads 1.0 GB/s" in line]
-    assert len(methods) == 12
-    assert sorted(line.partition(":")[0] for line in notes) == [
-        f"batch {batch}, context {context}" for batch in (1, 4) for context in (64, 96)
-    ]
-
-
 FIGURES = ["acceptance", "depth", "phases", "speedup", "speedup_by_batch", "speedup_by_context"]
 FIGURES += ["speedup_map", "tau", "throughput"]
 
@@ -92,6 +82,16 @@ def check_sizes(folder, names):
         file = folder / "figures" / f"{name}-{kind}"
         assert page_size(file.with_suffix(".pdf").read_bytes())[0] == pytest.approx(72 * inches)
         assert f'width="{72 * inches:g}pt"' in file.with_suffix(".svg").read_text()
+
+
+def test_the_terminal_notes_the_bandwidth_once_a_group_also_without_plain_rows(tmp_path):
+    cells = results_folder.read(fill(tmp_path, failed={})).cells
+    methods = [row for row in answer.with_intervals(cells) if row["draft"] != "none"]
+    notes = [line for line in terminal.notes(methods) if "plain decoding reads 1.0 GB/s" in line]
+    assert len(methods) == 12
+    assert sorted(line.partition(":")[0] for line in notes) == [
+        f"batch {batch}, context {context}" for batch in (1, 4) for context in (64, 96)
+    ]
 
 
 def test_a_page_holds_all_cells_figures_and_the_experiment(tmp_path, monkeypatch):
