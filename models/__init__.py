@@ -32,7 +32,7 @@ from models.huggingface import (
     stored_dtype,
     weight_format,
 )
-from models.layers import Attend, PassResult
+from models.layers import Attend, LayerAttend, PassResult, in_every_layer
 from models.positions import Alibi, LearnedPositions, Rope
 from models.presets import PRESETS, preset
 from models.quantized import (
@@ -55,6 +55,7 @@ __all__ = [
     "DecoderConfig",
     "EagleConfig",
     "EagleHead",
+    "LayerAttend",
     "LearnedPositions",
     "PassResult",
     "Rope",
@@ -69,6 +70,7 @@ __all__ = [
     "dequantize",
     "dequantize_params",
     "family_config",
+    "in_every_layer",
     "init_blocks",
     "init_boxed",
     "init_params",

@@ -8,13 +8,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from models.decoder import Block, Decoder, DecoderConfig, of_layers
+from models.decoder import BLOCK, Decoder, DecoderConfig, layer_module, of_layers
 from models.eagle import EagleConfig, EagleHead
+from models.layers import in_every_layer
 from models.quantized import WeightFormat, quantize_params
 
 # sharding_of(logical axes, one name or None per axis) -> the sharding of the parameter
 ShardingFn = Callable[[tuple[str | None, ...]], jax.sharding.Sharding]
-BLOCK = "layers_"  # followed by the layer index: the name of a block's parameters
 
 
 def build(
@@ -37,15 +37,6 @@ def build(
     if weights is not None:
         weights.check(config.matrix_inputs())
     return Decoder(config, jnp.dtype(dtype), weights=weights)
-
-
-def layer_module(module: nn.Module) -> Block:
-    """Returns the module of a single layer of `module`, for scans over stacked weights.
-
-    Its parameters are `params["params"]["layers_<i>"]`, and its arguments are
-    (x [B,T,E], positions [B,T], attend, layer).
-    """
-    return Block(module.config, module.dtype, module.split, module.weights, module.backend)
 
 
 def block_params(module: nn.Module) -> dict[str, Any]:
@@ -72,7 +63,7 @@ def _init_block(module: nn.Module, key: jax.Array) -> dict[str, Any]:
     x = jnp.zeros((1, 1, module.config.hidden_size), module.dtype)
     positions = jnp.zeros((1, 1), jnp.int32)
     block = layer_module(module)
-    return block.init(key, x, positions, _no_attention, 0)["params"]
+    return block.init(key, x, positions, _no_attention, False)["params"]
 
 
 def init_blocks(module: nn.Module, seed: int = 0) -> Iterator[dict[str, Any]]:
@@ -102,10 +93,10 @@ def blocks_of(params: dict[str, Any]) -> dict[str, Any]:
 def init_boxed(module: nn.Module, key: jax.Array) -> dict[str, Any]:
     """Returns random parameters, each boxed with its logical axes."""
     tokens = jnp.zeros((1, 1), jnp.int32)
-    return module.init(key, tokens, tokens, _no_attention)
+    return module.init(key, tokens, tokens, in_every_layer(_no_attention))
 
 
-def _no_attention(layer, q, k, v, **options):
+def _no_attention(q, k, v, **options):
     return q, None
 
 

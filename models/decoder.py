@@ -12,12 +12,13 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from models import experts
 from models.layers import (
     NEVER,
     Attend,
+    LayerAttend,
     LayerNorm,
     PassResult,
     RMSNorm,
@@ -58,6 +59,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {  # by Hugging Face's names
     "gelu_new": _gelu_tanh,
     "gelu_pytorch_tanh": _gelu_tanh,
 }
+BLOCK = "layers_"  # followed by the layer index: the name of a block's parameters
 NORMS: dict[str, Any] = {
     "rms": RMSNorm,
     "rms_plus_one": functools.partial(RMSNorm, plus_one=True),
@@ -260,21 +262,20 @@ class DecoderConfig:
             return (False,) * self.num_layers
         return tuple(layer not in self.full_layers for layer in range(self.num_layers))
 
-    def frequencies(self, layer: Int[Array, ""] | int) -> tuple[Any, Any]:
+    def frequencies(self, slides: Bool[Array, ""] | bool) -> tuple[Any, Any]:
         """Returns the radians per position and the factor on cosine and sine of a layer (`Rope`).
 
-        The layer may be traced.
+        `slides` is that of the layer, and may be traced.
         """
         assert self.rope is not None
         everywhere = frequencies(self.rope, self.head_dim)
         if self.window_positions is None:
             return everywhere
         windowed = frequencies(self.window_positions, self.head_dim)
-        if isinstance(layer, int):
-            return windowed if self.slides[layer] else everywhere
-        here = jnp.array(self.slides)[layer]
-        inverse = jnp.where(here, windowed[0], everywhere[0])
-        return inverse, jnp.where(here, windowed[1], everywhere[1])
+        if isinstance(slides, bool):
+            return windowed if slides else everywhere
+        inverse = jnp.where(slides, windowed[0], everywhere[0])
+        return inverse, jnp.where(slides, windowed[1], everywhere[1])
 
     def _check_rotation(self, rope: Rope) -> None:
         size, factor = rope.rotary_dim(self.head_dim), rope.partial_rotary_factor
@@ -350,7 +351,7 @@ class Attention(nn.Module):
     backend: str | None = None
 
     @nn.compact
-    def __call__(self, x, positions, attend: Attend, layer: int):
+    def __call__(self, x, positions, attend: LayerAttend, slides: Bool[Array, ""] | bool):
         c = self.config
         heads = ((c.num_heads // self.split.shards, HEADS), (c.head_dim, HEAD_DIM))
         kv_heads = ((c.num_kv_heads // self.split.kv_shards, KV_HEADS), (c.head_dim, HEAD_DIM))
@@ -371,7 +372,7 @@ class Attention(nn.Module):
         if c.clip_qkv is not None:
             q, k, v = (jnp.clip(x, -c.clip_qkv, c.clip_qkv) for x in (q, k, v))
         if isinstance(c.positions, Rope):
-            turn = c.frequencies(layer)
+            turn = c.frequencies(slides)
             q, k = rotate_by(q, positions, *turn), rotate_by(k, positions, *turn)
         if isinstance(c.positions, Alibi):
             slopes = local_slopes(c.num_heads, self.split)
@@ -386,7 +387,7 @@ class Attention(nn.Module):
             normal = nn.initializers.normal(1.0)
             sinks = nn.with_logical_partitioning(normal, (HEADS,))
             options["sinks"] = self.param("sinks", sinks, heads[0][:1], self.dtype)
-        out, aux = attend(layer, q, k, v, **options)
+        out, aux = attend(q, k, v, **options)
         out = out[..., : c.head_dim]
         out = projection(heads, embed, c.out_bias, axis_names=self.split.axes, name="out")(out)
         return out, aux
@@ -450,7 +451,11 @@ class MixtureOfExperts(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer; a separate module, so that it can be applied to a slice of stacked weights."""
+    """One layer; a separate module, so that it can be applied to any layer's weights.
+
+    Its arguments are the hidden states, the positions, the attention of this layer, and whether the
+    layer is a windowed one (`DecoderConfig.slides`).
+    """
 
     config: DecoderConfig
     dtype: Any
@@ -459,7 +464,7 @@ class Block(nn.Module):
     backend: str | None = None
 
     @nn.compact
-    def __call__(self, x, positions, attend: Attend, layer: int):
+    def __call__(self, x, positions, attend: LayerAttend, slides: Bool[Array, ""] | bool):
         c = self.config
 
         def norm(name):
@@ -471,17 +476,42 @@ class Block(nn.Module):
         kind = FeedForward if c.num_experts is None else MixtureOfExperts
         mlp = kind(*settings, name="mlp")
         if not c.norm_before:
-            out, aux = attention(x, positions, attend, layer)
+            out, aux = attention(x, positions, attend, slides)
             x = norm("attention_norm")(x + out)
             return norm("mlp_norm")(x + mlp(x)), aux
         normed = norm("attention_norm")(x)
-        out, aux = attention(normed, positions, attend, layer)
+        out, aux = attention(normed, positions, attend, slides)
         if c.parallel:
             normed = normed if c.shared_norm else norm("mlp_norm")(x)
             return x + out + mlp(normed), aux
         x = x + (norm("attention_output_norm")(out) if c.norm_after else out)
         out = mlp(norm("mlp_norm")(x))
         return x + (norm("mlp_output_norm")(out) if c.norm_after else out), aux
+
+
+def layer_module(module: nn.Module) -> Block:
+    """Returns the module of a single layer of a decoder.
+
+    Its parameters are `params["params"]["layers_<i>"]`.
+    """
+    settings = module.config, module.dtype, module.split, module.weights, module.backend
+    return Block(*settings, parent=None)
+
+
+@functools.partial(jax.jit, static_argnames=("block", "slides"))
+def apply_block(
+    block: Block,
+    params: dict[str, Any],
+    x: Float[Array, "B T E"],
+    positions: Int[Array, "B T"],
+    attend: LayerAttend,
+    slides: bool,
+) -> tuple[Float[Array, "B T E"], Any]:
+    """Returns the output of a layer with these parameters, and `attend`'s auxiliary output.
+
+    JAX traces and lowers layers with equal modules and shapes once. XLA inlines the calls.
+    """
+    return block.apply({"params": params}, x, positions, attend, slides)
 
 
 class Decoder(nn.Module):
@@ -519,8 +549,8 @@ class Decoder(nn.Module):
                 Projection, use_bias=False, dtype=self.dtype, backend=self.backend
             )
             self.project_in, self.project_out = projection(outer, inner), projection(inner, outer)
-        block = c, self.dtype, self.split, self.weights, self.backend
-        self.layers = [Block(*block) for _ in range(c.num_layers)]
+        if self.is_initializing():  # later, `block` applies each layer's parameters
+            self.layers = [layer_module(self) for _ in range(c.num_layers)]
         if c.final_norm:
             norm = c.hidden_size, c.norm_eps, self.dtype, EMBED, self.backend
             self.norm = NORMS[c.norm](*norm)
@@ -579,8 +609,12 @@ class Decoder(nn.Module):
         self, x: Float[Array, "B T E"], positions: Int[Array, "B T"], attend: Attend, layer: int
     ) -> tuple[Float[Array, "B T E"], Any]:
         """Returns the output of one layer, and `attend`'s auxiliary output."""
+        arguments = x, positions, attend(layer), self.config.slides[layer]
+        if self.is_initializing():
+            return self.layers[layer](*arguments)
+        params = self.get_variable("params", f"{BLOCK}{layer}")
         with jax.named_scope(f"layer_{layer}"):
-            return self.layers[layer](x, positions, attend, layer)
+            return apply_block(layer_module(self), params, *arguments)
 
     def unembed(self, hidden: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
         """Returns the logits of hidden states, at least float32.

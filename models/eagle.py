@@ -116,7 +116,7 @@ class EagleLayer(nn.Module):
         normed = self.feature_norm(feature)
         joined = jnp.concatenate([self.embedding_norm(x), normed], -1)
         q, k, v = project(joined, self.q, self.k, self.v)
-        out, aux = attend(0, rotate(q, positions, rope), rotate(k, positions, rope), v)
+        out, aux = attend(0)(rotate(q, positions, rope), rotate(k, positions, rope), v)
         hidden = (normed if self.config.norm_before_residual else feature) + self.out(out)
         return hidden + self.mlp(self.mlp_norm(hidden)), aux
 

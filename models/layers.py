@@ -11,9 +11,12 @@ from jaxtyping import Array, Float, Int
 from models.linear import mean
 from sharding import Split, collectives
 
-# attend(layer, q [B,T,H,D], k [B,T,K,D], v [B,T,K,D]) -> (out [B,T,H,D], what to keep)
+# Attention of a layer: (q [B,T,H,D], k [B,T,K,D], v [B,T,K,D]) -> (out [B,T,H,D], what to keep).
 # Models that need them also pass softcap, a number, and sinks [H] (`DecoderConfig`).
-Attend = Callable[..., tuple[Array, Any]]
+LayerAttend = Callable[..., tuple[Array, Any]]
+
+# attend(layer) is the attention of a layer as a pytree, because it is an argument of traced blocks.
+Attend = Callable[[int], LayerAttend]
 
 # Of a pass: hidden states [B,T,E], `attend`'s aux of each layer, and inputs of layers, by layer
 PassResult = tuple[Float[Array, "B T E"], tuple, dict[int, Float[Array, "B T E"]]]
@@ -66,6 +69,12 @@ class LayerNorm(nn.Module):
         wide = wide - mean(wide, self.backend)
         wide = wide * jax.lax.rsqrt(mean(wide * wide, self.backend) + self.eps)
         return (wide * scale + bias).astype(x.dtype)
+
+
+def in_every_layer(attention: LayerAttend) -> Attend:
+    """Returns the `attend` of a model whose layers all call the same function."""
+    part = jax.tree_util.Partial(attention)
+    return lambda layer: part
 
 
 def embedding_lookup(

@@ -4,6 +4,8 @@ Policies choose the slots to keep by these sums of softmax weights, which `tree_
 return.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -15,6 +17,7 @@ from pallas_kernels.lse_merge import accumulator_dtype
 from pallas_kernels.quantized import Quantized
 
 
+@functools.partial(jax.jit, static_argnames=("softcap", "backend"))  # traced once for all layers
 def prefix_mass(
     q: Float[Array, "B T H D"],
     k_prefix: Float[Array, "B K S D"],

@@ -75,8 +75,8 @@ MUTATIONS = {
     ),
     "a draft of some layers reads the entries of others": (
         "magicjax/drafters/layer_skipping.py",
-        "return tuple(values[layer] for layer in layers)",
-        "return tuple(values[layer - 1] for layer in layers)",
+        "cache if layers is None else cache.of_layers(layers)",
+        "cache if layers is None else cache.of_layers([layer - 1 for layer in layers])",
     ),
     "rejected nodes are written to the ring": (
         "magicjax/kv_cache/sparse_cache.py",

@@ -1,8 +1,11 @@
 """A reference `attend` without a cache: each token sees itself and earlier ones."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import Partial
 
 
 def attend_of(config, shift: int = 0):
@@ -11,12 +14,15 @@ def attend_of(config, shift: int = 0):
     `shift` is added to the windows of layers, for controls.
     """
 
-    def attend(layer, q, k, v, softcap=None, sinks=None):
+    @functools.cache
+    def attention_of(window):
+        return Partial(functools.partial(attention, window))
+
+    def attention(window, q, k, v, softcap=None, sinks=None):
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
         scores = jnp.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
-        window = None if config is None else config.windows[layer]
         distance = np.subtract.outer(*[np.arange(scores.shape[-1])] * 2)
         sees = (distance >= 0) & (distance < (window + shift if window else np.inf))
         scores = jnp.where(sees, scores, -jnp.inf)
@@ -24,6 +30,6 @@ def attend_of(config, shift: int = 0):
             own = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:-1], 1))
             scores = jnp.concatenate([scores, own], -1)
         weights = jax.nn.softmax(scores)[..., : k.shape[1]]
-        return jnp.einsum("bhts,bshd->bthd", weights, v), layer
+        return jnp.einsum("bhts,bshd->bthd", weights, v), None
 
-    return attend
+    return lambda layer: attention_of(None if config is None else config.windows[layer])

@@ -11,11 +11,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Int
 
 import models
 from magicjax.kv_cache import full_cache
 from magicjax.kv_cache.attend import AttendTo
+from models import LayerAttend
 from pallas_kernels.scores import capped
 
 CHUNK = 256
@@ -42,38 +44,40 @@ def _map_chunks(function: Callable, *arrays: Array) -> Any:
 
 
 def attend_of(model: Any, sinks: int = 0, window: int | None = None):
-    """Returns `windowed_attend` for each layer of a model, within the layer's own window.
+    """Returns the `attend` of a model: `windowed_attention` within each layer's own window.
 
     Layers with a sliding window have no sinks: they see the newest tokens of a draft cache.
     """
+    attention = functools.cache(windowed_attention)  # equal layers share a trace
 
-    def attend(layer: int, q: Array, k: Array, v: Array, **options: Any):
+    def attend(layer: int) -> LayerAttend:
         own = model.windows[layer]
         view = sinks, window
         if own is not None:
             view = 0, own - 1 if window is None else min(own - 1, window)
-        return windowed_attend(*view, **options)(layer, q, k, v)
+        return attention(*view)
 
     return attend
 
 
-def windowed_attend(
-    pins: int,
-    window: int | None,
-    softcap: float | None = None,
-    sinks: Float[Array, "H"] | None = None,
-):
-    """Returns an `attend`: position t sees s <= t if s < pins or s is at most `window` before t.
+def windowed_attention(pins: int, window: int | None) -> LayerAttend:
+    """Returns the attention of a layer with pins and a window.
+
+    Position t sees s <= t if s < pins or s is at most `window` before t.
 
     This is the view of a draft cache with `pins` pinned slots and a ring of `window` tokens, plus
     the current token. Here the keys and values themselves are computed with that view, whereas the
     decoding loop uses the target's verified ones, so the real draft agrees slightly more often.
-    Without a window the mask is causal. `softcap` and `sinks` are those of the model
-    (`models.DecoderConfig`).
+    Without a window the mask is causal.
     """
 
-    def attend(layer: int, q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], v: Array):
-        del layer
+    def attention(
+        q: Float[Array, "B T H D"],
+        k: Float[Array, "B T K D"],
+        v: Float[Array, "B T K D"],
+        softcap: float | None = None,
+        sinks: Float[Array, "H"] | None = None,
+    ):
         batch, length, kv_heads, _ = k.shape
         chunk = min(CHUNK, length)
         span = length if window is None else min(length, window + chunk)
@@ -109,7 +113,7 @@ def windowed_attend(
 
         return _map_chunks(attend_chunk, grouped, indices).reshape(q.shape), None
 
-    return attend
+    return Partial(attention)
 
 
 @functools.partial(jax.jit, static_argnames=("sinks", "window"))
@@ -128,7 +132,7 @@ def greedy_tokens(
 ) -> Int[Array, "B T"]:
     """Returns the most likely token after each prefix of `tokens`.
 
-    `sinks` and `window` limit what a position sees, as in `windowed_attend`; None: all before it.
+    `sinks` and `window` limit what a position sees, as in `windowed_attention`; None: all before.
     """
     return _greedy(model, _hidden(model, jnp.asarray(tokens), sinks, window))
 

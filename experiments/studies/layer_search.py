@@ -19,9 +19,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Int
 
 import magicjax
+import models
 from experiments import prompts
 from experiments.runner import teacher
 from experiments.training import export
@@ -37,13 +39,13 @@ ROWS, CONTEXT, NEW = 4, 512, 128  # prompts, their tokens, and those that the ta
 @jax.jit
 def read(target: magicjax.Model, tokens: Int[Array, "B S"]) -> KV:
     """Returns the target's keys and values [B, S, K, D] of a text, for each layer."""
-    causal = teacher.windowed_attend(0, None)
+    causal = teacher.windowed_attention(0, None)
 
-    def attend(layer, q, k, v):
-        return causal(layer, q, k, v)[0], (k, v)
+    def attend(q, k, v):
+        return causal(q, k, v)[0], (k, v)
 
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return target(tokens, positions, attend)[1]
+    return target(tokens, positions, models.in_every_layer(attend))[1]
 
 
 @jax.jit
@@ -60,8 +62,7 @@ def agreement(
     before = (jnp.arange(size) < positions[0, :, None])[:, None, None]  # [T, 1, 1, S]
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
-    def attend(layer, q, k, v):
-        keys, values = kv[layer]
+    def attend_to(keys, values, q, k, v):
         grouped = q.reshape(*k.shape[:3], -1, q.shape[-1])
         scores = jnp.where(before, product("btkgd,bskd->btkgs", grouped, keys), -jnp.inf)
         own = product("btkgd,btkd->btkg", grouped, k)[..., None]
@@ -69,6 +70,9 @@ def agreement(
         weights = jax.nn.softmax(scores).astype(v.dtype)
         out = jnp.einsum("btkgs,bskd->btkgd", weights[..., :-1], values)
         return (out + weights[..., -1:] * v[:, :, :, None]).reshape(q.shape), None
+
+    def attend(layer):
+        return Partial(attend_to, *kv[layer])
 
     def block(x, layer):
         arguments = x, positions, attend, layer

@@ -105,7 +105,8 @@ class HeadLoss:
         feature = apply([hidden[:, :, i] for i in range(layers - 1)], method="fuse")[:, :count]
         logits = self.teacher.apply(frozen["teacher"], hidden[:, :, -1], method="unembed")
         is_known = frozen["vocab_map"][tokens] < head.config.embedding_rows
-        steps, attend = jnp.arange(count), _Attend(self._visible(tokens))
+        steps = jnp.arange(count)
+        attend = models.in_every_layer(_Attend(self._visible(tokens)))
         for step in range(self.steps):
             first = 1 + step
             positions = jnp.broadcast_to(steps + first, (len(tokens), count))
@@ -137,7 +138,7 @@ class _Attend:
     def __init__(self, visible):
         self.visible, self.keys, self.values = visible, [], []
 
-    def __call__(self, layer, q, k, v):
+    def __call__(self, q, k, v):
         group = q.shape[2] // k.shape[2]
         self.keys.append(jnp.repeat(k, group, 2))
         self.values.append(jnp.repeat(v, group, 2))

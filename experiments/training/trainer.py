@@ -63,9 +63,8 @@ class Schedule:
         return sum(phase.steps for phase in self.phases)
 
 
-def causal_attend(layer: int, q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], v):
-    """Causal `attend` in chunks of queries, whose backward pass recomputes the scores."""
-    del layer
+def causal_attention(q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], v):
+    """Causal attention in chunks of queries, whose backward pass recomputes the scores."""
     length, group = q.shape[1], q.shape[2] // k.shape[2]
     if group > 1:
         k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
@@ -88,7 +87,7 @@ def causal_attend(layer: int, q: Float[Array, "B T H D"], k: Float[Array, "B T K
 def logits_of(model: nn.Module, params, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
     """Returns the model's logits at every position of `tokens`.
 
-    Raises ValueError for models that `causal_attend` does not support.
+    Raises ValueError for models that `causal_attention` does not support.
     """
     config = model.config
     unsupported = {
@@ -103,7 +102,7 @@ def logits_of(model: nn.Module, params, tokens: Int[Array, "B T"]) -> Float[Arra
             "trained: use another family"
         )
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden, _, _ = model.apply(params, tokens, positions, causal_attend)
+    hidden, _, _ = model.apply(params, tokens, positions, models.in_every_layer(causal_attention))
     return model.apply(params, hidden, method="unembed")
 
 

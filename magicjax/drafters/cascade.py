@@ -105,16 +105,13 @@ class _Chain:
         def put(old, new, at):
             return old.at[rows, at].set(new, mode="drop")
 
-        def keep_path(entries):
-            path = jnp.take_along_axis(entries, result.path[:, :, None, None], 1)
-            return put(entries, path, tokens.shape[1] + index)
-
+        path = result.path, tokens.shape[1] + index
         return dataclasses.replace(
             self,
             tokens=put(self.tokens, result.emitted(tokens), index + 1),
             count=jnp.minimum(self.count + result.accepted + 1, self.length),
             q=None if self.q is None else put(self.q, q, index),
-            kv=jax.tree.map(keep_path, kv),
+            kv=jax.tree.map(lambda entries: _keep_path(entries, *path), kv),
         )
 
     def proposal(self) -> Proposal:
@@ -127,6 +124,14 @@ class _Chain:
             steps = jnp.broadcast_to(steps, below.shape)
             draws = Draws(parent=below, node=steps + 1, q_index=steps, q=self.q)
         return Proposal(self.tokens, parents, draws)
+
+
+@jax.jit  # traced once for all layers
+def _keep_path(entries: Array, path: Int[Array, "B A"], index: Int[Array, "B A"]) -> Array:
+    """Returns the entries [B, R, K, D] with those of a path also at `index`."""
+    rows = jnp.arange(len(path))[:, None]
+    kept = jnp.take_along_axis(entries, path[:, :, None, None], 1)
+    return entries.at[rows, index].set(kept, mode="drop")
 
 
 @dataclasses.dataclass(frozen=True)

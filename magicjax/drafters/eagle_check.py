@@ -112,10 +112,7 @@ def agreement(head: Model, target: Model, tokens: jax.Array) -> jax.Array:
     x = embed_for(head, target, tokens[:, 1:], positions)
     mask = jnp.tril(jnp.ones((length - 1, length - 1), bool))
 
-    def attend(layer, q, k, v):
-        cache = full_cache.empty(head, 1, 64)
-        return AttendTo(cache, mask, None, positions=positions)(layer, q, k, v)
-
+    attend = AttendTo(full_cache.empty(head, 1, 64), mask, None, positions=positions)
     arguments = x, feature, positions, attend
     hidden, _ = head.module.apply(head.params, *arguments, method="decode")
     return (head.unembed(hidden).argmax(-1) == chosen[:, 1:]).mean()

@@ -14,7 +14,7 @@ from typing import Any
 
 import models
 from magicjax.drafters.base import RoundOutcome
-from magicjax.kv_cache.full_cache import KVCache
+from magicjax.kv_cache.full_cache import KVCache, select
 from magicjax.kv_cache.model_stats import ModelStats
 from magicjax.model import Model
 
@@ -82,8 +82,7 @@ def of_model(target: Model, layers: Layers) -> Model:
 
 def of_cache(cache: KVCache, layers: Layers) -> KVCache:
     """Returns the target's cache with these layers only."""
-    parts = {name: _select(getattr(cache, name), layers) for name in ("k", "v", "windows")}
-    return dataclasses.replace(cache, **parts)
+    return cache if layers is None else cache.of_layers(layers)
 
 
 def of_stats(stats: ModelStats, layers: Layers) -> ModelStats:
@@ -104,6 +103,4 @@ def of_outcome(outcome: RoundOutcome, layers: Layers) -> RoundOutcome:
 
 def _select(values: Any, layers: Layers) -> Any:
     """Returns the values of these layers, given one for each layer; None remains None."""
-    if values is None or layers is None:
-        return values
-    return tuple(values[layer] for layer in layers)
+    return values if values is None or layers is None else select(values, layers)

@@ -174,7 +174,7 @@ class SparseSettings:
                 candidates=candidates,
                 queries=stats.queries[layer] if stats.queries else None,
                 accumulated=stats.total[layer] if stats.total else None,
-                layer=model.first_layer + layer,
+                layer=jnp.int32(model.first_layer + layer),
                 config=model.config,
                 split=model.split,
                 backend=backend,

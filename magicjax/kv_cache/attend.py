@@ -1,33 +1,53 @@
-"""Attention to a committed prefix: the bridge between models and caches."""
+"""Attention to a committed prefix: the bridge between models and caches.
+
+Models call `attend(layer)` for the attention of a layer. It is a pytree whose leaves are the arrays
+of this layer and what all layers share, so that layers of equal shapes are traced once.
+"""
 
 import dataclasses
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+from flax import struct
+from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Int
 
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.kv_cache.pages import PagedCache
 from magicjax.kv_cache.sparse_cache import DraftCache
+from models import LayerAttend
 from pallas_kernels import tree_attention
 
 KV = tuple[tuple[Array, Array], ...]  # for each layer, keys and values [B, N, K, D] of nodes
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+@struct.dataclass
 class _Rows:
     """The rows of a micro-batch; the batch's caches are read in place.
 
     Attributes:
       positions: int32 [B, T], of the tokens of all rows.
       first_row: None: all rows of the batch.
-      num_rows: how many, from `first_row` on.
+      num_rows: static; how many, from `first_row` on.
+      cache: the committed prefix, of one layer in the attention of a layer.
     """
 
-    positions: Int[Array, "B T"]
-    first_row: Int[Array, ""] | None = None
-    num_rows: int = 0
+    cache: Any
+    positions: Int[Array, "B T"] = struct.field(kw_only=True)
+    first_row: Int[Array, ""] | None = struct.field(default=None, kw_only=True)
+    num_rows: int = struct.field(default=0, pytree_node=False, kw_only=True)
+
+    def __call__(self, layer: int) -> LayerAttend:
+        return Partial(type(self)._attend, self.of_layer(layer))
+
+    def of_layer(self, layer: int) -> Self:
+        """Returns the same for one layer."""
+        return dataclasses.replace(self, cache=self.cache.of_layers((layer,)))
+
+    def _attend(self, q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, Any]:
+        """Returns the attention of the only layer, and what to keep."""
+        raise NotImplementedError
 
     def rows(self, first: Int[Array, ""], count: int) -> Self:
         """Returns the same for a range of rows."""
@@ -40,7 +60,7 @@ class _Rows:
         return jax.lax.dynamic_slice_in_dim(x, self.first_row, self.num_rows)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@struct.dataclass
 class AttendTo(_Rows):
     """An `attend` for tokens that see their row's prefix, and each other under a mask.
 
@@ -50,28 +70,26 @@ class AttendTo(_Rows):
     Attributes:
       cache: the committed prefix.
       mask: bool [T, T] or [B, T, T].
-      backend: the attention backend.
-      keep_queries: whether to keep ((k, v), (q, lse)) instead, with the queries and the log-sum-exp
-        of their scores.
+      backend: static; the attention backend.
+      keep_queries: static; whether to keep ((k, v), (q, lse)) instead, with the queries and the
+        log-sum-exp of their scores.
     """
 
     cache: KVCache | DraftCache
     mask: Bool[Array, "*B T T"]
-    backend: str | None
-    keep_queries: bool = False
+    backend: str | None = struct.field(pytree_node=False)
+    keep_queries: bool = struct.field(default=False, pytree_node=False)
 
-    def __call__(
-        self, layer: int, q: Array, k: Array, v: Array, **options: Any
-    ) -> tuple[Array, Any]:
-        mask, window = self.mask, self.cache.windows[layer]
+    def _attend(self, q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, Any]:
+        mask, (window,) = self.mask, self.cache.windows
         if window is not None and window < q.shape[1]:
             distance = self.positions[:, :, None] - self.positions[:, None]
             mask = mask & (distance < window)
-        out, lse = _attention(self, layer, mask, q, k, v, **options)
+        out, lse = _attention(self, mask, q, k, v, **options)
         return out, ((k, v), (q, lse) if self.keep_queries else None)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@struct.dataclass
 class AttendLevel(_Rows):
     """An `attend` for one level of a tree during drafting.
 
@@ -83,26 +101,27 @@ class AttendLevel(_Rows):
       drafted: per layer (k, v) [B,N,K,D] of all nodes, of which the mask hides later levels.
       nodes: int32 [T], the node of each token; N and above mark padding.
       mask: bool [T, N] or [B, T, N], the nodes that each token sees, itself included.
-      backend: the attention backend.
+      backend: static; the attention backend.
     """
 
     cache: KVCache | DraftCache | PagedCache
     drafted: KV
     nodes: Int[Array, "T"]
     mask: Bool[Array, "*B T N"]
-    backend: str | None
+    backend: str | None = struct.field(pytree_node=False)
 
-    def __call__(
-        self, layer: int, q: Array, k: Array, v: Array, **options: Any
-    ) -> tuple[Array, Any]:
-        k_all, v_all = jax.tree.map(self.slice, self.drafted[layer])
+    def of_layer(self, layer: int) -> Self:
+        return dataclasses.replace(super().of_layer(layer), drafted=(self.drafted[layer],))
+
+    def _attend(self, q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, Any]:
+        k_all, v_all = jax.tree.map(self.slice, self.drafted[0])
         k_all = k_all.at[:, self.nodes].set(k.astype(k_all.dtype), mode="drop")
         v_all = v_all.at[:, self.nodes].set(v.astype(v_all.dtype), mode="drop")
-        out, _ = _attention(self, layer, self.mask, q, k_all, v_all, **options)
+        out, _ = _attention(self, self.mask, q, k_all, v_all, **options)
         return out, (k_all, v_all)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@struct.dataclass
 class ChoosePages(_Rows):
     """An `attend` for the root alone, whose queries choose the pages that it and its draft read.
 
@@ -111,26 +130,23 @@ class ChoosePages(_Rows):
 
     Attributes:
       cache: the committed prefix, with the pages of the previous round.
-      backend: the attention backend.
+      backend: static; the attention backend.
     """
 
     cache: PagedCache
-    backend: str | None
+    backend: str | None = struct.field(pytree_node=False)
 
-    def __call__(
-        self, layer: int, q: Array, k: Array, v: Array, **options: Any
-    ) -> tuple[Array, Any]:
-        pages = self.slice(self.cache.chosen[layer])
-        if self.cache.windows[layer] is None:
-            pages = self.cache.choose(layer, q[:, -1], pages, self.slice)
+    def _attend(self, q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, Any]:
+        pages, (window,) = self.slice(self.cache.chosen[0]), self.cache.windows
+        if window is None:
+            pages = self.cache.choose(q[:, -1], pages, self.slice)
         mask = jnp.ones((1, 1), bool)
-        out, _ = _attention(self, layer, mask, q, k, v, pages=pages, **options)
+        out, _ = _attention(self, mask, q, k, v, pages=pages, **options)
         return out, ((k, v), pages)
 
 
 def _attention(
     attend: AttendTo | AttendLevel | ChoosePages,
-    layer: int,
     mask: Bool[Array, "*B T N"],
     q: Array,
     k: Array,
@@ -143,22 +159,21 @@ def _attention(
     """Returns the attention of q to the prefix and, under the mask, to k and v; and its lse.
 
     Args:
-      attend: has the cache, the positions and the rows.
-      layer: of the cache.
+      attend: has the cache, of one layer, the positions and the rows.
       mask: as that of `AttendLevel`.
       q, k, v: of the layer.
       pages: those of these rows that are read of a `PagedCache`; None: those chosen before.
       softcap, sinks: of the model, as in `DecoderConfig`.
     """
-    cache, window = attend.cache, attend.cache.windows[layer]
+    cache, (window,) = attend.cache, attend.cache.windows
     mask = attend.slice(mask) if mask.ndim == 3 else mask
     options: dict[str, Any] = {}
     prefix: tuple[Any, Any, Array]
     if isinstance(cache, PagedCache) and window is None:
-        pages = attend.slice(cache.chosen[layer]) if pages is None else pages
-        prefix = cache.gather(layer, pages, attend.slice, attend.first_row)
+        pages = attend.slice(cache.chosen[0]) if pages is None else pages
+        prefix = cache.gather(pages, attend.slice, attend.first_row)
     else:
-        prefix = cache.k[layer], cache.v[layer], attend.slice(cache.live(layer))
+        prefix = cache.k[0], cache.v[0], attend.slice(cache.live(0))
         options["first_row"] = attend.first_row
     if window is not None:
         options["seen_from"] = attend.slice(attend.positions) - (window - 1)

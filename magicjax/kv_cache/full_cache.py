@@ -8,6 +8,8 @@ round's verification result, and therefore on all reads of the round.
 """
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -38,10 +40,20 @@ class KVCache:
     windows: tuple[int | None, ...] = struct.field(pytree_node=False)
     split: Split = struct.field(pytree_node=False, default=Split())
 
+    def of_layers(self, layers: Sequence[int]) -> "KVCache":
+        """Returns the cache with these layers only, whose arrays it shares."""
+        k, v = select(self.k, layers), select(self.v, layers)
+        return dataclasses.replace(self, k=k, v=v, windows=select(self.windows, layers))
+
     def live(self, layer: int) -> Int[Array, "B"]:
         """Returns the number of committed tokens of each row."""
         del layer  # equal in all layers
         return self.lengths
+
+
+def select[T](values: tuple[T, ...], layers: Sequence[int]) -> tuple[T, ...]:
+    """Returns the values of some layers, given one for each layer."""
+    return tuple(values[layer] for layer in layers)
 
 
 def empty(model: Model, batch: int, slots: int) -> KVCache:
@@ -103,16 +115,25 @@ def append(cache: KVCache, kv: tuple, path: Int[Array, "B A"], count: Int[Array,
       count: int32 [B], 0..A; must depend on all reads of `cache` in this round (`zero_after`).
     """
     start = cache.lengths + zero_after(count)
-
-    def write(layer, slots, nodes):
-        entries = take_path(nodes, path)
-        if cache.windows[layer] is None:
-            return _write(slots, entries, start)
-        return write_ring(slots, entries, start, count)
-
-    k = tuple(write(i, slots, x) for i, (slots, (x, _)) in enumerate(zip(cache.k, kv)))
-    v = tuple(write(i, slots, x) for i, (slots, (_, x)) in enumerate(zip(cache.v, kv)))
+    layers = zip(cache.k, cache.v, kv, cache.windows, strict=True)
+    written = [
+        _append(k, v, *new, path, start, count, bool(window)) for k, v, new, window in layers
+    ]
+    k, v = zip(*written, strict=True)
     return dataclasses.replace(cache, k=k, v=v, lengths=cache.lengths + count)
+
+
+@functools.partial(jax.jit, static_argnames="is_ring")  # traced once for all layers
+def _append(k, v, new_k, new_v, path, start, count, is_ring: bool) -> tuple[Array, Array]:
+    """Returns keys and values of a layer with the nodes of the path."""
+
+    def write(slots, nodes):
+        entries = take_path(nodes, path)
+        if is_ring:
+            return write_ring(slots, entries, start, count)
+        return _write(slots, entries, start)
+
+    return write(k, new_k), write(v, new_v)
 
 
 def restore(before: KVCache, after: KVCache) -> KVCache:

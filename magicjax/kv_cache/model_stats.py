@@ -57,6 +57,7 @@ def empty_window(batch: int, window: int, heads: int, size: int, dtype) -> Recen
     )
 
 
+@jax.jit  # traced once for all layers
 def update_from_chunk(
     window: RecentQueries,
     queries: tuple[Array, Array],
@@ -89,6 +90,7 @@ def update_from_chunk(
     )
 
 
+@jax.jit  # traced once for all layers
 def update_from_path(
     window: RecentQueries,
     queries: tuple[Array, Array],

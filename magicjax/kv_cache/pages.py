@@ -15,14 +15,15 @@ time: a temporary array of the budget's size, and no copy of the cache.
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from magicjax.kv_cache.full_cache import KVCache, Layers
+from magicjax.kv_cache.full_cache import KVCache, Layers, select
 from sharding import KV_HEADS, LAYER_BATCH, Split, collectives, logical_axes
 
 Pages = tuple[Int[Array, "B K C"], ...]
@@ -46,18 +47,25 @@ class PageBounds:
 
 def bounds_of(cache: KVCache, page_size: int) -> PageBounds:
     """Returns the bounds of all pages of a cache, whose slots must be a multiple of `page_size`."""
-
-    def pages(layer, keys, hidden):
-        batch, heads, slots, size = keys.shape
-        if cache.windows[layer] is not None:
-            return keys[:, :, :0, None]
-        live = (jnp.arange(slots) < cache.lengths[:, None])[:, None, :, None]
-        keys = jnp.where(live, keys, jnp.array(hidden, keys.dtype))
-        return keys.reshape(batch, heads, slots // page_size, page_size, size)
-
-    low = tuple(pages(i, k, jnp.inf).min(3) for i, k in enumerate(cache.k))
-    high = tuple(pages(i, k, -jnp.inf).max(3) for i, k in enumerate(cache.k))
+    layers = zip(cache.k, cache.windows, strict=True)
+    bounds = [_bounds_of(k, cache.lengths, page_size, bool(window)) for k, window in layers]
+    low, high = zip(*bounds, strict=True)
     return PageBounds(low, high, cache.split)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))  # traced once for all layers
+def _bounds_of(keys, lengths, page_size: int, is_ring: bool) -> tuple[Array, Array]:
+    """Returns the bounds of a layer's pages; a ring has none."""
+    batch, heads, slots, size = keys.shape
+    if is_ring:
+        return keys[:, :, :0], keys[:, :, :0]
+    live = (jnp.arange(slots) < lengths[:, None])[:, None, :, None]
+
+    def pages(hidden):
+        shown = jnp.where(live, keys, jnp.array(hidden, keys.dtype))
+        return shown.reshape(batch, heads, slots // page_size, page_size, size)
+
+    return pages(jnp.inf).min(3), pages(-jnp.inf).max(3)
 
 
 def update_bounds(
@@ -75,20 +83,24 @@ def update_bounds(
     layer = cache.windows.index(None)  # all layers without a window have the same pages
     num_pages = bounds.low[layer].shape[2]
     page_size = cache.k[layer].shape[2] // num_pages
-    steps, rows = jnp.arange(path.shape[1]), jnp.arange(path.shape[0])[:, None]
+    steps = jnp.arange(path.shape[1])
     position = (cache.lengths - count)[:, None] + steps
     page = jnp.where(steps < count[:, None], position // page_size, num_pages)  # dropped
-    low, high = [], []
     layers = zip(bounds.low, bounds.high, kv, cache.windows, strict=True)
-    for old_low, old_high, (k, _), window in layers:
-        if window is not None:
-            low.append(old_low)
-            high.append(old_high)
-            continue
-        keys = jnp.take_along_axis(k, path[:, :, None, None], axis=1)  # [B, A, K, D]
-        low.append(old_low.at[rows, :, page].min(keys, mode="drop"))
-        high.append(old_high.at[rows, :, page].max(keys, mode="drop"))
-    return dataclasses.replace(bounds, low=tuple(low), high=tuple(high))
+    updated = [
+        (low, high) if window else _update_bounds(low, high, k, path, page)
+        for low, high, (k, _), window in layers
+    ]
+    low, high = zip(*updated, strict=True)
+    return dataclasses.replace(bounds, low=low, high=high)
+
+
+@jax.jit  # traced once for all layers
+def _update_bounds(low, high, nodes, path, page) -> tuple[Array, Array]:
+    """Returns the bounds of a layer's pages with the nodes' keys, each in its `page`."""
+    keys = jnp.take_along_axis(nodes, path[:, :, None, None], axis=1)  # [B, A, K, D]
+    where = jnp.arange(path.shape[0])[:, None], slice(None), page
+    return low.at[where].min(keys, mode="drop"), high.at[where].max(keys, mode="drop")
 
 
 def in_order(cache: KVCache, count: int) -> Pages:
@@ -134,31 +146,42 @@ class PagedCache:
     def windows(self) -> tuple[int | None, ...]:
         return self.full.windows
 
+    def of_layers(self, layers: Sequence[int]) -> "PagedCache":
+        """Returns the cache with these layers only, whose arrays it shares."""
+        low, high = select(self.bounds.low, layers), select(self.bounds.high, layers)
+        return dataclasses.replace(
+            self,
+            full=self.full.of_layers(layers),
+            bounds=dataclasses.replace(self.bounds, low=low, high=high),
+            chosen=select(self.chosen, layers),
+        )
+
     def live(self, layer: int) -> Int[Array, "B"]:
         """Returns the number of committed tokens of each row."""
         return self.full.live(layer)
 
     def choose(
-        self, layer: int, query: Float[Array, "B H D"], old: Int[Array, "B K C"], take: Callable
+        self, query: Float[Array, "B H D"], old: Int[Array, "B K C"], take: Callable
     ) -> Int[Array, "B K C"]:
         """Returns the pages that a round reads besides the first and the newest, in order.
+
+        The cache has one layer.
 
         The score of a page is the upper bound of its keys' scores, averaged over the G query heads
         of a KV head: with the maximum instead, the head with the longest queries would choose.
         Rows that are not due, and rows whose pages are all read, keep `old`.
 
         Args:
-          layer: of the cache.
           query: of the root, for some rows of the batch.
           old: the pages that these rows chose before.
           take: returns these rows of an array of all rows.
         """
-        count, num_pages = old.shape[2], self.bounds.low[layer].shape[2]
+        count, num_pages = old.shape[2], self.bounds.low[0].shape[2]
         if num_pages <= 1 + count + self.newest:  # every row fits
             return old
 
         def choose(due: Array) -> Array:
-            low, high = (take(x[layer]) for x in (self.bounds.low, self.bounds.high))
+            low, high = (take(x[0]) for x in (self.bounds.low, self.bounds.high))
             score = upper_bounds(query, low, high).mean(2)
             score = collectives.psum(score, self.full.split.replica_axes)
             last = self._last_page(take)[:, None, None]
@@ -175,7 +198,6 @@ class PagedCache:
 
     def gather(
         self,
-        layer: int,
         chosen: Int[Array, "B K C"],
         take: Callable,
         first_row: Int[Array, ""] | None,
@@ -183,9 +205,9 @@ class PagedCache:
         """Returns keys and values [B, K, M * page_size, D] of the pages, and each row's live slots.
 
         Only the last page can be partial, and it comes last, so the live slots are the first ones.
+        The cache has one layer.
 
         Args:
-          layer: of the cache.
           chosen: as `choose` returns them.
           take: as for `choose`.
           first_row: index of the first of these rows; None: all rows.
@@ -208,7 +230,7 @@ class PagedCache:
             taken = parts.at[index].get(mode="clip")  # pages beyond the end have no live slots
             return taken.reshape(*pages.shape[:2], -1, slots.shape[3])
 
-        return read(self.k[layer]), read(self.v[layer]), live
+        return read(self.k[0]), read(self.v[0]), live
 
     def _last_page(self, take: Callable) -> Int[Array, "B"]:
         """Returns the page of each row's newest token; 0 for a row without tokens."""

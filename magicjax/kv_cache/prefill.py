@@ -6,6 +6,7 @@ entries are beyond the row's length, where later commits overwrite them.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -77,16 +78,9 @@ def prefill_cache(
         keys_values, queries = zip(*aux, strict=True)
         slot = start + full_cache.zero_after(hidden[:1, 0].argmax(-1)[0])
         count = jnp.clip(lengths - slot, 0, chunk)
-
-        def write(layer, slots, entries):
-            entries = entries.swapaxes(1, 2)
-            if cache.windows[layer] is not None:
-                rows = jnp.broadcast_to(slot, count.shape)
-                return full_cache.write_ring(slots, entries, rows, count)
-            return jax.lax.dynamic_update_slice(slots, entries, (0, 0, slot, 0))
-
-        k = tuple(write(i, slots, x) for i, (slots, (x, _)) in enumerate(zip(cache.k, keys_values)))
-        v = tuple(write(i, slots, x) for i, (slots, (_, x)) in enumerate(zip(cache.v, keys_values)))
+        layers = zip(cache.k, cache.v, keys_values, cache.windows, strict=True)
+        written = [_write(k, v, *new, slot, count, bool(window)) for k, v, new, window in layers]
+        k, v = zip(*written, strict=True)
         index = jnp.clip(lengths - 1 - start, 0, chunk - 1)
         ends_here = (lengths > start) & (lengths <= start + chunk)
         chunk_last = jnp.take_along_axis(hidden, index[:, None, None], 1)[:, 0]
@@ -105,6 +99,20 @@ def prefill_cache(
     carry = cache, last, stats
     cache, last, stats = jax.lax.fori_loop(0, chunks, run_chunk, carry)
     return dataclasses.replace(cache, lengths=lengths), last, stats
+
+
+@functools.partial(jax.jit, static_argnames="is_ring")  # traced once for all layers
+def _write(k, v, new_k, new_v, slot, count, is_ring: bool) -> tuple[Array, Array]:
+    """Returns keys and values of a layer with those of a chunk."""
+
+    def write(slots, entries):
+        entries = entries.swapaxes(1, 2)
+        if is_ring:
+            rows = jnp.broadcast_to(slot, count.shape)
+            return full_cache.write_ring(slots, entries, rows, count)
+        return jax.lax.dynamic_update_slice(slots, entries, (0, 0, slot, 0))
+
+    return write(k, new_k), write(v, new_v)
 
 
 def _empty_stats(model: Model, cache: KVCache, stats_spec: StatsSpec, length: int) -> ModelStats:

@@ -5,6 +5,7 @@ round's verification result.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int
 
-from magicjax.kv_cache.full_cache import KVCache
+from magicjax.kv_cache.full_cache import KVCache, select
 from magicjax.model import CAPACITY_MULTIPLE
 from pallas_kernels import Quantized, quantize
 from sharding import KV_HEADS, LAYER_BATCH, Split, logical_axes
@@ -46,6 +47,12 @@ class DraftCache:
     windows: tuple[int | None, ...] = struct.field(pytree_node=False)
     bits: int | None = struct.field(pytree_node=False, default=None)
     split: Split = struct.field(pytree_node=False, default=Split())
+
+    def of_layers(self, layers: Sequence[int]) -> "DraftCache":
+        """Returns the cache with these layers only, whose arrays it shares."""
+        k, v = select(self.k, layers), select(self.v, layers)
+        pinned, windows = select(self.pinned, layers), select(self.windows, layers)
+        return dataclasses.replace(self, k=k, v=v, pinned=pinned, windows=windows)
 
     def capacity(self, layer: int) -> int:
         """Returns C."""
@@ -87,21 +94,23 @@ def gather(
       rings: R of each layer, the slots of the ring.
       bits: 8 or 4 to quantize the entries; None: not quantized.
     """
-    count = cache.lengths[:, None]
-    ks, vs, pins = [], [], []
-    for k, v, chosen, ring in zip(cache.k, cache.v, pinned, rings, strict=True):
-        slots, num_pinned = jnp.arange(ring), chosen.shape[-1]
-        # The newest position p < count with (p - P) mod R = slot; for count <= C it is P + slot.
-        newest = count - 1 - (count - 1 - num_pinned - slots) % ring
-        newest = jnp.where(count <= num_pinned + ring, num_pinned + slots, newest)
-        chosen = _in_order_while_all_fits(chosen, cache.lengths, ring)
-        tail = jnp.broadcast_to(newest[:, None], (*chosen.shape[:2], ring))
-        index = jnp.concatenate([chosen, tail], -1)
-        ks.append(_take(k, index, bits))
-        vs.append(_take(v, index, bits))
-        pins.append(chosen)
-    static = cache.windows, bits, cache.split
-    return DraftCache(tuple(ks), tuple(vs), tuple(pins), cache.lengths, *static)
+    layers = zip(cache.k, cache.v, pinned, rings, strict=True)
+    gathered = [_gather(*layer, bits, cache.lengths) for layer in layers]
+    k, v, pins = zip(*gathered, strict=True)
+    return DraftCache(k, v, pins, cache.lengths, cache.windows, bits, cache.split)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))  # traced once for all layers
+def _gather(k, v, chosen, ring: int, bits: int | None, lengths) -> tuple[Any, Any, Array]:
+    """Returns keys, values and pins of a layer of the draft cache."""
+    count, slots, num_pinned = lengths[:, None], jnp.arange(ring), chosen.shape[-1]
+    # The newest position p < count with (p - P) mod R = slot; for count <= C it is P + slot.
+    newest = count - 1 - (count - 1 - num_pinned - slots) % ring
+    newest = jnp.where(count <= num_pinned + ring, num_pinned + slots, newest)
+    chosen = _in_order_while_all_fits(chosen, lengths, ring)
+    tail = jnp.broadcast_to(newest[:, None], (*chosen.shape[:2], ring))
+    index = jnp.concatenate([chosen, tail], -1)
+    return _take(k, index, bits), _take(v, index, bits), chosen
 
 
 def repin(cache: DraftCache, full: KVCache, pinned: Pins) -> DraftCache:
@@ -112,18 +121,22 @@ def repin(cache: DraftCache, full: KVCache, pinned: Pins) -> DraftCache:
       full: all entries; has committed as many tokens as `cache`.
       pinned: as for `gather`.
     """
-    ks, vs, pins = [], [], []
-    for layer, chosen in enumerate(pinned):
-        count = chosen.shape[-1]
-        chosen = _in_order_while_all_fits(chosen, cache.count, cache.capacity(layer) - count)
+    layers = zip(cache.k, cache.v, full.k, full.v, pinned, strict=True)
+    k, v, pins = zip(*[_repin(*layer, cache.bits, cache.count) for layer in layers], strict=True)
+    return dataclasses.replace(cache, k=k, v=v, pinned=pins)
 
-        def write(old, entries, count=count):
-            return jax.tree.map(lambda x, new: x.at[:, :, :count].set(new), old, entries)
 
-        ks.append(write(cache.k[layer], _take(full.k[layer], chosen, cache.bits)))
-        vs.append(write(cache.v[layer], _take(full.v[layer], chosen, cache.bits)))
-        pins.append(chosen)
-    return dataclasses.replace(cache, k=tuple(ks), v=tuple(vs), pinned=tuple(pins))
+@functools.partial(jax.jit, static_argnums=5)  # traced once for all layers
+def _repin(k, v, full_k, full_v, chosen, bits: int | None, count) -> tuple[Any, Any, Array]:
+    """Returns keys, values and pins of a layer with other pins."""
+    num_pinned = chosen.shape[-1]
+    chosen = _in_order_while_all_fits(chosen, count, k.shape[2] - num_pinned)
+
+    def write(old, full):
+        entries = _take(full, chosen, bits)
+        return jax.tree.map(lambda x, new: x.at[:, :, :num_pinned].set(new), old, entries)
+
+    return write(k, full_k), write(v, full_v), chosen
 
 
 def _in_order_while_all_fits(chosen: Int[Array, "B K P"], count: Int[Array, "B"], ring: int):
@@ -154,24 +167,29 @@ def append_ring(
       path: node ids.
       count: int32 [B], the number of nodes to append, 0..A.
     """
-    steps = jnp.arange(path.shape[1])
-    rows = jnp.arange(path.shape[0])[:, None]
-    position = cache.count[:, None] + steps
-
-    def write(layer, old, nodes):
-        num_pinned, capacity = cache.pinned[layer].shape[-1], cache.capacity(layer)
-        slots = slot_of(position, num_pinned, capacity)
-        slots = jnp.where(steps < count[:, None], slots, capacity)  # out of bounds: dropped
-        entries: Any = jnp.take_along_axis(nodes, path[:, :, None, None], axis=1)  # [B,A,K,D]
-        if cache.bits is not None:
-            entries = quantize(entries, cache.bits)
-        return jax.tree.map(
-            lambda x, values: x.at[rows, :, slots].set(values, mode="drop"),
-            old,
-            entries,
-        )
-
-    pairs = enumerate(zip(cache.k, cache.v, kv, strict=True))
-    written = [(write(i, k, a), write(i, v, b)) for i, (k, v, (a, b)) in pairs]
+    where = path, cache.count, count
+    layers = zip(cache.k, cache.v, kv, cache.pinned, strict=True)
+    written = [
+        _append(k, v, *new, pins.shape[-1], cache.bits, *where) for k, v, new, pins in layers
+    ]
     k, v = zip(*written, strict=True)
     return dataclasses.replace(cache, k=k, v=v, count=cache.count + count)
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5))  # traced once for all layers
+def _append(k, v, new_k, new_v, num_pinned: int, bits, path, before, count) -> tuple[Any, Any]:
+    """Returns keys and values of a layer with the nodes of the path."""
+    steps, capacity = jnp.arange(path.shape[1]), k.shape[2]
+    rows = jnp.arange(path.shape[0])[:, None]
+    slots = slot_of(before[:, None] + steps, num_pinned, capacity)
+    slots = jnp.where(steps < count[:, None], slots, capacity)  # out of bounds: dropped
+
+    def write(old, nodes):
+        entries: Any = jnp.take_along_axis(nodes, path[:, :, None, None], axis=1)  # [B,A,K,D]
+        if bits is not None:
+            entries = quantize(entries, bits)
+        return jax.tree.map(
+            lambda x, values: x.at[rows, :, slots].set(values, mode="drop"), old, entries
+        )
+
+    return write(k, new_k), write(v, new_v)

@@ -11,12 +11,13 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 import models
 from magicjax.parallel import offloading, pipeline_stages
-from models import Attend, PassResult, ShardingFn
+from models import Attend, LayerAttend, PassResult, ShardingFn
 from sharding import STAGE, Split, host, pipeline
 
 
@@ -106,20 +107,23 @@ class Offloaded(Layout):
 
     def run(self, module, params, tokens, positions, attend, layer_inputs) -> PassResult:
         block, layers = models.layer_module(module), module.config.num_layers
+        slides = jnp.asarray(module.config.slides)
 
-        def attend_any(layer, q, k, v, softcap=None, **arrays):
-            options = {} if softcap is None else {"softcap": softcap}
+        def attend_any(layer):
             if isinstance(layer, int):
-                return attend(layer, q, k, v, **options, **arrays)
+                return attend(layer)
 
-            def branch(index, q, k, v, arrays):
-                return attend(index, q, k, v, **options, **arrays)
+            def attention(q, k, v, softcap=None, sinks=None):
+                branches = [
+                    functools.partial(_attend, softcap, attend(i)) for i in range(layers - 1)
+                ]
+                return jax.lax.switch(layer, branches, q, k, v, sinks)
 
-            branches = [functools.partial(branch, i) for i in range(layers - 1)]
-            return jax.lax.switch(layer, branches, q, k, v, arrays)
+            return attention
 
         def run_layer(x, layer, weights):
-            out, aux = block.apply({"params": weights}, x, positions, attend_any, layer)
+            arguments = x, positions, attend_any(layer), slides[layer]
+            out, aux = block.apply({"params": weights}, *arguments)
             return out, (aux, x if layer_inputs else None)
 
         x = module.apply(params, tokens, positions, method="embed")
@@ -135,6 +139,11 @@ class Offloaded(Layout):
         shapes = offloading.shapes(module, sharding_of)
         blocks = jax.tree.map(lambda x, shape: put(x, shape.sharding), self.blocks, shapes)
         return dataclasses.replace(self, blocks=blocks)
+
+
+@functools.partial(jax.jit, static_argnums=0)  # traced once for all layers
+def _attend(softcap: float | None, attend: LayerAttend, q, k, v, sinks) -> tuple[Array, Any]:
+    return attend(q, k, v, softcap=softcap, sinks=sinks)
 
 
 @struct.dataclass

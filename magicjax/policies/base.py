@@ -1,6 +1,7 @@
 """The base class of policies, which score the committed entries for a sparse draft cache."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ class Evidence:
       queries: the newest `window` queries; None if the policy has no window.
       accumulated: float32 [B, K, S], the attention of all queries so far to each position, summed
         over the G heads that share a KV head; None unless the policy accumulates. Read `total`.
-      layer: static; the layer, from 0; traced with pipeline stages.
+      layer: int32, the layer, from 0.
       config: static; of the model, with `rope` if its positions are rotary.
       split: static; how the model is sharded. K and H count this device's heads; sums over all
         heads, or over the query heads of a KV head, must be summed over devices.
@@ -37,7 +38,7 @@ class Evidence:
     candidates: Int[Array, "B"]
     queries: RecentQueries | None
     accumulated: Float[Array, "B K S"] | None
-    layer: Int[Array, ""] | int = struct.field(pytree_node=False)
+    layer: Int[Array, ""]
     config: Any = struct.field(pytree_node=False)
     split: Split = struct.field(pytree_node=False, default=Split())
     backend: str | None = struct.field(pytree_node=False, default=None)
@@ -125,6 +126,7 @@ class Policy:
         return (budget - self.ring(budget),) * layers
 
 
+@functools.partial(jax.jit, static_argnames=("policy", "count"))  # traced once for all layers
 def choose(policy: Policy, evidence: Evidence, count: int) -> Int[Array, "B K P"]:
     """Returns the `count` candidates with the highest scores, in order of position.
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from magicjax.decoding import program_cache
 from magicjax.verification import verify
+from tests.forget import forget_programs
 from tests.fuzz import batches, checks, fuzzing, schedules
 from tests.fuzz.checks import UNIT, Found
 from tests.fuzz.configurations import configuration
@@ -22,9 +22,9 @@ SEED, BATCH, ENGINE = 0, 1, 2  # configurations that compile quickly
 @pytest.fixture
 def recompiled():
     """Compiles programs for one test only, because a rule is broken in them."""
-    program_cache.clear()
+    forget_programs()
     yield
-    program_cache.clear()
+    forget_programs()
 
 
 @pytest.mark.slow
@@ -65,7 +65,7 @@ def test_a_verifier_that_accepts_a_node_too_many_is_found_and_repeated(
         printed = capsys.readouterr().out
         assert repeated(printed) == 1
         assert capsys.readouterr().out.count("FAILED") == 1
-    program_cache.clear()
+    forget_programs()
     assert repeated(printed) == 0
 
 

@@ -6,6 +6,7 @@ import pytest
 
 import models
 from magicjax.cli import main
+from tests.forget import forget_programs
 from tests.magicjax import oracle, tiny
 
 
@@ -41,6 +42,15 @@ def tally(record_property):
     yield counted
     record_property("rows", counted.rows)
     record_property("ties", counted.ties)
+
+
+@pytest.fixture
+def changed(monkeypatch):
+    """`monkeypatch` for code of programs: no test uses what is traced or compiled with a change."""
+    forget_programs()
+    yield monkeypatch
+    monkeypatch.undo()
+    forget_programs()
 
 
 @pytest.fixture

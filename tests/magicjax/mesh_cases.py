@@ -14,6 +14,7 @@ import models
 from magicjax.decoding import program_cache, runner
 from magicjax.prediction import hlo
 from sharding import collectives, make_mesh, model_axes
+from tests.forget import forget_programs
 from tests.magicjax import family_cases, keywords, oracle, tiny
 
 MESHES = ((1, 8), (2, 4), (4, 2), (8, 1))
@@ -230,9 +231,9 @@ def compare_streamed(case: str, mesh: list[int]) -> bool:
 
 def differs_without_sums() -> bool:
     """Returns whether the text changes without all-reduces."""
-    program_cache.clear()
+    forget_programs()
     with contextlib.ExitStack() as stack:
-        stack.callback(program_cache.clear)
+        stack.callback(forget_programs)
         stack.callback(setattr, collectives, "psum", collectives.psum)
         collectives.psum = lambda x, axis_names: x
         found = generate("self", (1, 8))

@@ -10,6 +10,7 @@ import magicjax
 from magicjax.decoding import program_cache, runner
 from magicjax.prediction import hlo
 from sharding import STAGE, make_mesh
+from tests.forget import forget_programs
 from tests.magicjax import keywords, mesh_cases, tiny
 
 
@@ -105,13 +106,13 @@ def differs(what: str) -> bool:
     }
     owner, name, mistaken = wrong[what]
     right = getattr(owner, name)
-    program_cache.clear()
+    forget_programs()
     try:
         setattr(owner, name, mistaken)
         found = mesh_cases.generate("self", (1, 1, 2), micro_batches=4)
     finally:
         setattr(owner, name, right)
-        program_cache.clear()
+        forget_programs()
     return not np.array_equal(found.tokens, mesh_cases.on_one("self").tokens)
 
 

@@ -17,7 +17,7 @@ def test_attention_to_longer_keys_is_that_with_biases(scaled):
     positions = np.arange(7) + np.array([[3], [253]])
     slopes = slopes_of(6)
     long = add_biases(q, k, v, positions, jnp.asarray(slopes, jnp.float32), Alibi(scaled))
-    found, _ = attend_causally(0, *long)
+    found, _ = attend_causally(0)(*long)
     assert np.all(np.asarray(found[..., 6:]) == 0)
 
     keys, values = (np.repeat(x, 3, 2) for x in (k, v))
@@ -27,7 +27,7 @@ def test_attention_to_longer_keys_is_that_with_biases(scaled):
     scores = np.where(distance > 0, -np.inf, scores)
     expected = np.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), values)
     np.testing.assert_allclose(found[..., :6], expected, atol=3e-5)
-    without, _ = attend_causally(0, q, k, v)
+    without, _ = attend_causally(0)(q, k, v)
     assert np.abs(without - expected).max() > 0.1  # control: biases matter
 
 

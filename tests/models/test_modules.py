@@ -95,7 +95,8 @@ def test_a_layer_runs_alone_on_its_slice_of_the_parameters(module, attend_causal
     x = jax.random.normal(jax.random.key(0), (2, 5, 8))
     whole, _ = module.apply(params, x, positions, attend_causally, 1, method="block")
     one = {"params": params["params"]["layers_1"]}
-    alone, _ = models.layer_module(module).apply(one, x, positions, attend_causally, 1)
+    apply = jax.jit(models.layer_module(module).apply, static_argnums=4)
+    alone, _ = apply(one, x, positions, attend_causally(1), False)
     np.testing.assert_array_equal(alone, whole)
 
 
@@ -117,7 +118,7 @@ def test_opt_positions_beyond_the_table_stay_finite(random_params):
 
 
 def test_layers_scan_over_stacked_parameters(module, attend_causally, random_params):
-    """Offloading streams layers through a scan, with a traced layer index."""
+    """Offloading streams layers through a scan, with a traced `slides`."""
     params = random_params(module)
     tokens, positions = tokens_and_positions()
     hidden, _, _ = module.apply(params, tokens, positions, attend_causally)
@@ -125,13 +126,13 @@ def test_layers_scan_over_stacked_parameters(module, attend_causally, random_par
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
 
     def step(x, slice_):
-        layer, layer_leaves = slice_
+        slides, layer_leaves = slice_
         block = models.layer_module(module)
-        x, _ = block.apply({"params": layer_leaves}, x, positions, attend_causally, layer)
+        x, _ = block.apply({"params": layer_leaves}, x, positions, attend_causally(0), slides)
         return x, None
 
     x = module.apply(params, tokens, positions, method="embed")
-    x, _ = jax.lax.scan(step, x, (jnp.arange(3), stacked))
+    x, _ = jax.lax.scan(step, x, (jnp.asarray(module.config.slides), stacked))
     np.testing.assert_allclose(x, hidden, rtol=0, atol=1e-6 * np.abs(hidden).max())
 
 

@@ -21,13 +21,13 @@ TOKENS = jnp.asarray(np.random.default_rng(1).integers(0, tiny.VOCAB, (2, 12)), 
 POSITIONS = jnp.broadcast_to(jnp.arange(12), (2, 12))
 
 
-def halves(layer, q, k, v):
+def halves(q, k, v):
     return q / 2, None
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _logits(module, params):
-    hidden, _, _ = module.apply(params, TOKENS, POSITIONS, halves)
+    hidden, _, _ = module.apply(params, TOKENS, POSITIONS, models.in_every_layer(halves))
     return module.apply(params, hidden, method="unembed")
 
 

@@ -53,16 +53,16 @@ CASES = [
 def test_windowed_attention_equals_attention_with_a_dense_mask(monkeypatch, length, sinks, window):
     monkeypatch.setattr(teacher, "CHUNK", 16)
     q, k, v = random_qkv(length)
-    attend = teacher.windowed_attend(sinks, window)
-    out, _ = attend(0, *(jnp.asarray(x, jnp.float32) for x in (q, k, v)))
+    attention = teacher.windowed_attention(sinks, window)
+    out, _ = attention(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)))
     expected = dense(q, k, v, dense_mask(length, sinks, window))
     np.testing.assert_allclose(out, expected, rtol=0, atol=2e-6)
 
 
 def test_a_window_off_by_one_differs():
     q, k, v = random_qkv(64)
-    attend = teacher.windowed_attend(4, 12)
-    out, _ = attend(0, *(jnp.asarray(x, jnp.float32) for x in (q, k, v)))
+    attention = teacher.windowed_attention(4, 12)
+    out, _ = attention(*(jnp.asarray(x, jnp.float32) for x in (q, k, v)))
     for sinks, window in ((4, 11), (4, 13), (3, 12), (5, 12)):
         wrong = dense(q, k, v, dense_mask(64, sinks, window))
         assert np.abs(out - wrong).max() > 1e-3

@@ -71,7 +71,8 @@ def test_hidden_states_are_those_of_a_pass_over_the_text(target, rows):
     found, hidden = recording.unpacked(jnp.asarray(rows[:3]), 2)
     np.testing.assert_array_equal(found, tokens[:3])
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), found.shape)
-    _, _, inputs = model.module.apply(model.params, found, positions, trainer.causal_attend, (0, 1))
+    attend = models.in_every_layer(trainer.causal_attention)
+    _, _, inputs = model.module.apply(model.params, found, positions, attend, (0, 1))
     for i, expected in inputs.items():
         rounded = expected.astype(jnp.bfloat16).astype(jnp.float32)
         np.testing.assert_allclose(hidden[:, :, i], rounded, rtol=0.01, atol=1e-3)
@@ -131,7 +132,7 @@ def test_steps_of_the_loss_are_drafts_from_every_position(target, rows):
             keys.append(k)
             values.append(v)
 
-        def attend(layer, q, k, v):
+        def attention(q, k, v):
             keys.append(k)
             values.append(v)
             whole = [
@@ -141,6 +142,7 @@ def test_steps_of_the_loss_are_drafts_from_every_position(target, rows):
             p = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, whole[0]) * q.shape[-1] ** -0.5)
             return jnp.einsum("bhts,bshd->bthd", p, whole[1]), None
 
+        attend = models.in_every_layer(attention)
         feature = features[:, position : position + 1]
         for step in range(3):
             at = jnp.array([[position + 1 + step]])
@@ -169,7 +171,7 @@ def test_rows_that_see_few_tokens_have_other_losses(target, rows):
     whole = eagle_loss._Attend(jnp.array([99, 99]))
     few = eagle_loss._Attend(jnp.array([99, 3]))
     q = jax.random.normal(jax.random.key(0), (2, 9, 2, 8))
-    (one, _), (two, _) = whole(0, q, q, q), few(0, q, q, q)
+    (one, _), (two, _) = whole(q, q, q), few(q, q, q)
     np.testing.assert_allclose(one[0], two[0], rtol=1e-5)
     np.testing.assert_allclose(one[1, :3], two[1, :3], rtol=1e-5)
     assert np.abs(one[1, 3:] - two[1, 3:]).max() > 0.01

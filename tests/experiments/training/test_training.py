@@ -43,7 +43,7 @@ def test_chunked_attention_equals_one_dense_softmax(length, monkeypatch):
         jax.random.normal(jax.random.key(i), (2, length, heads, 4))
         for i, heads in enumerate((4, 2, 2))
     )
-    out, _ = trainer.causal_attend(0, q, k, v)
+    out, _ = trainer.causal_attention(q, k, v)
     k, v = (np.repeat(np.asarray(x), 2, axis=2) for x in (k, v))
     scores = np.einsum("bthd,bshd->bhts", q, k) / 2
     scores[..., np.triu(np.ones((length, length), bool), 1)] = -np.inf

@@ -87,12 +87,12 @@ def test_small_models_on_sparse_caches_are_exact(tally, wanted, policy, tree):
 
 
 @pytest.mark.slow
-def test_the_chosen_backend_reads_every_cache(tally, wanted, monkeypatch):
+def test_the_chosen_backend_reads_every_cache(tally, wanted, changed):
     def other(*arguments):
         pytest.fail("another backend was used")
 
-    monkeypatch.setattr(attention_mass.xla, "mass", other)
-    monkeypatch.setitem(attention.BACKENDS, "xla", other)
+    changed.setattr(attention_mass.xla, "mass", other)
+    changed.setitem(attention.BACKENDS, "xla", other)
     drafter = magicjax.SelfSpeculation("h2o", 48, refresh_every=2)
     output = run(drafter, TREES["chain3"], backend="reference")
     tally.compare(wide(), prompts(), wanted, tiny.rows_of(output))

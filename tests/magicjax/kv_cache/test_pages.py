@@ -76,13 +76,13 @@ def read(view, q, first_row=None):
 
     positions = view.full.lengths[:, None]
     root = attend.ChoosePages(view, None, positions=positions)
-    _, (_, chosen) = of_rows(root)(0, q, zeros, zeros)
+    _, (_, chosen) = of_rows(root)(0)(q, zeros, zeros)
     pages = jax.lax.dynamic_update_slice_in_dim(view.chosen[0], chosen, start, 0)
     view = view.replace(chosen=(pages,))
     drafted = attend.empty_nodes(view, 1, jnp.float32)
     node, mask = jnp.zeros(1, jnp.int32), jnp.zeros((1, 1), bool)
     level = of_rows(attend.AttendLevel(view, drafted, node, mask, None, positions=positions))
-    return level(0, q, zeros, zeros)[0], chosen
+    return level(0)(q, zeros, zeros)[0], chosen
 
 
 def check(view, q, rows, found) -> int:
