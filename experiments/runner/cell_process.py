@@ -56,7 +56,7 @@ def run(
             stdin=subprocess.PIPE,  # closes when this process ends; the worker then exits
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=os.environ | compilation_cache() | (environment or {}),
+            env=os.environ | (environment or {}),
             start_new_session=True,  # the launcher handles Ctrl-C
         )
         try:
@@ -110,24 +110,3 @@ def _exit_reason(status: int) -> str:
     name = names.get(-status, f"signal {-status}")
     hint = "; the system may have run out of memory" if name == "SIGKILL" else ""
     return f"the process was killed by {name}{hint}"
-
-
-def compilation_cache() -> dict[str, str]:
-    """Returns the variables with which processes share compiled programs.
-
-    Each kind of machine has a separate folder: a program for one CPU may not run on another.
-    """
-    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
-        return {}
-    folder = pathlib.Path.home() / ".cache" / "magicjax" / "programs" / store.digest(_processor())
-    return {
-        "JAX_COMPILATION_CACHE_DIR": str(folder),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
-    }
-
-
-def _processor() -> str:
-    """Returns a description that differs between machines whose compiled programs differ."""
-    path = pathlib.Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else [os.uname().machine]
-    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags"))}))

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from magicjax import placement
+from magicjax import compilation_cache, placement
 from magicjax.decoding import loop, slots
 from magicjax.parallel import offloading
 from magicjax.settings import PrefillSettings, Settings
@@ -55,13 +55,24 @@ def program(name: str, settings: AnySettings, *arguments: Any) -> jax.stages.Com
     if compiled := _compiled.pop(key, None):
         _compiled[key] = compiled  # the most recently used one is last
         return compiled
+    compilation_cache.enable()
     start = time.perf_counter()
-    lowered = jitted(name, settings, arguments).lower(*arguments)
+    traced = jitted(name, settings, arguments).trace(*arguments)
+    trace_end = time.perf_counter()
+    lowered = traced.lower()
+    lower_end = time.perf_counter()
     compiled = _compiled[key] = lowered.compile(options_of(jax.default_backend(), arguments))
-    seconds = time.perf_counter() - start
+    end = time.perf_counter()
     global _count, _seconds
-    _count, _seconds = _count + 1, _seconds + seconds
-    logger.info("compiled %s (program %d) in %.1f s", name, _count, seconds)
+    _count, _seconds = _count + 1, _seconds + end - start
+    logger.info(
+        "compiled %s (program %d): traced in %.2f s, lowered in %.2f s, compiled or read in %.2f s",
+        name,
+        _count,
+        trace_end - start,
+        lower_end - trace_end,
+        end - lower_end,
+    )
     while len(_compiled) > 1 and (len(_compiled) > MAX_PROGRAMS or memory_maps() > MAX_MEMORY_MAPS):
         del _compiled[next(iter(_compiled))]
     return compiled

@@ -166,7 +166,7 @@ def _compiler() -> list[str]:
     raise _NoCompilerError("no C++ compiler found: install g++ or clang++")
 
 
-def _digest(*parts: object, suffixes: tuple[str, ...]) -> str:
+def digest(*parts: object, suffixes: tuple[str, ...] = (".cc", ".h")) -> str:
     """Returns a digest of the parts, and of the files of this folder with the suffixes."""
     files = sorted(file for file in FOLDER.iterdir() if file.suffix in suffixes)
     contents = [(file.name, file.read_bytes()) for file in files]
@@ -176,17 +176,17 @@ def _digest(*parts: object, suffixes: tuple[str, ...]) -> str:
 def _library_path(compiler: list[str]) -> pathlib.Path:
     """Returns the path of the library that this machine compiles."""
     version = _run([*compiler, "--version"])
-    parts = (FLAGS, compiler, version, jaxlib.__version__, _processor())
-    return cache_folder() / "kernels" / f"{_digest(*parts, suffixes=('.cc', '.h'))}.so"
+    parts = (FLAGS, compiler, version, jaxlib.__version__, processor())
+    return cache_folder() / "kernels" / f"{digest(*parts)}.so"
 
 
 def _verdict(library: pathlib.Path) -> pathlib.Path:
     """Returns the path of the verdict on a library, which a change of the check invalidates."""
-    checks = _digest(ATTENTION_CHECK.read_bytes(), suffixes=(".py",))
+    checks = digest(ATTENTION_CHECK.read_bytes(), suffixes=(".py",))
     return library.with_name(f"{library.stem}-{checks}.checked")
 
 
-def _processor() -> str:
+def processor() -> str:
     """Returns the model of the first processor and its instruction sets."""
     described = f"{platform.system()} {platform.machine()} {platform.processor()}"
     try:

@@ -186,7 +186,7 @@ def test_every_dependency_changes_the_name(part, stand_in, monkeypatch):
     elif part == "jaxlib":
         monkeypatch.setattr(build.jaxlib, "__version__", "0.0.0")
     else:
-        monkeypatch.setattr(build, "_processor", lambda: "another one")
+        monkeypatch.setattr(build, "processor", lambda: "another one")
     assert build._library_path(compiler) != before
 
 
