@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 import models
-from magicjax import placement
+from magicjax import compilation_cache, placement
 from magicjax.model import Model
 from magicjax.parallel import offloading, pipeline_stages
 from magicjax.parallel.layouts import Layout, Offloaded, Pipelined, Resident
@@ -40,6 +40,8 @@ def load(
     offload: bool = False,
 ) -> Model:
     """Returns a model from a directory, the Hugging Face Hub or a GGUF file, or a random preset.
+
+    It enables JAX's persistent compilation cache for the process (`magicjax.compilation_cache`).
 
     Args:
       source: a directory in Hugging Face format (config.json, safetensors, tokenizer files); a
@@ -69,6 +71,24 @@ def load(
         outside the model's vocabulary, the dtype is unknown, the mesh does not divide the model, or
         host memory is too small.
     """
+    options: Any = dict(weights=weights, seed=seed, mesh=mesh, shards=shards, stages=stages)
+    return _load(source, dtype, offload=offload, **options)
+
+
+def _load(
+    source: str | os.PathLike,
+    dtype: Any,
+    *,
+    weights: str | models.WeightFormat | None,
+    shards: int | None,
+    offload: bool,
+    mesh: Mesh | None = None,
+    stages: int | None = None,
+    seed: int = 0,
+    tokenizer: Any = None,
+) -> Model:
+    """Returns what `load` does, with a tokenizer if one is given, else with that of the source."""
+    compilation_cache.enable()  # conversions of weights are programs too
     offloading.check_offload(offload)
     _check_dtype(dtype)
     form = _requested(source, weights)
@@ -86,8 +106,9 @@ def load(
         module = models.build(config_of(source), dtype, weight_format(source, form))
         _check_random(module, source)
         params, layout = _initialized(module, seed, stages, offload, sharding_of)
-        return Model(module, params, name=_name(source, path), shards=shards, layout=layout)
-    tokenizer = load_tokenizer(source)
+        name = _name(source, path)
+        return Model(module, params, tokenizer, name=name, shards=shards, layout=layout)
+    tokenizer = load_tokenizer(source) if tokenizer is None else tokenizer
     check_tokenizer(tokenizer, models.load_config(path).vocab_size, source)
     checkpoint = models.load_checkpoint(
         path, dtype, weights=form, sharding_of=sharding_of, lazy_blocks=offload or stages > 1
@@ -219,12 +240,18 @@ def skeleton(
     weights: str | models.WeightFormat | None = None,
     shards: int | None = None,
     offload: bool = False,
+    tokenizer: Any = None,
 ) -> Model:
     """Returns the model of a source without weights.
 
     Requests are validated with it (`magicjax.decoding.preparation.validate`), and then
     `with_weights` loads it. The blocks of an offloaded model are shapes.
+
+    Args:
+      source, dtype, weights, shards, offload: as for `load`.
+      tokenizer: of the model; None: that of the source, if it has one.
     """
+    tokenizer = load_tokenizer(source) if tokenizer is None else tokenizer
     module = models.build(config_of(source), dtype, weight_format(source, weights))
     layout = Offloaded(offloading.shapes(module)) if offload else Resident()
     directory = directory_of(source, weights=False)
@@ -232,14 +259,20 @@ def skeleton(
     return Model(
         module,
         params=None,
-        tokenizer=load_tokenizer(source),
+        tokenizer=tokenizer,
         name=_name(source, directory),
         eos_token_ids=ids.get("eos_token_ids", ()),
         pad_token_id=ids.get("pad_token_id"),
         shards=shards,
         layout=layout,
         load=functools.partial(
-            load, source, dtype, weights=weights, shards=shards, offload=offload
+            _load,
+            source,
+            dtype,
+            weights=weights,
+            shards=shards,
+            offload=offload,
+            tokenizer=tokenizer,
         ),
     )
 

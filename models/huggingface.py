@@ -1,9 +1,11 @@
 """Reads checkpoints in Hugging Face's directory format: config.json, safetensors, tokenizer files.
 
 Files are memory-mapped, and each device receives only its part of every tensor, so that reading a
-model needs little host memory.
+model needs the host memory of a few parameters.
 """
 
+import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -12,6 +14,7 @@ import json
 import os
 import pathlib
 import re
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -82,6 +85,7 @@ SAMPLING_TYPES = {  # of those that are used
     "min_p": float,
     "repetition_penalty": float,
 }
+MAX_READERS = 4  # threads that read and dequantize parameters, one each
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -226,12 +230,16 @@ def load_tokenizer(path: str | os.PathLike) -> Any:
         return None
     # Without torch, transformers recommends installing it, but tokenizers do not need it.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    import transformers  # takes seconds to import, and is needed only for text
+    import transformers  # takes half a second to import, and is needed only for text
 
+    tokenizer_class: Any = transformers.PreTrainedTokenizerFast
     try:
-        if described:
-            return transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-        return transformers.PreTrainedTokenizerFast(tokenizer_file=str(path / "tokenizer.json"))
+        if not described:
+            return tokenizer_class(tokenizer_file=str(path / "tokenizer.json"))
+        named = _read_json(path / "tokenizer_config.json").get("tokenizer_class")
+        if named not in ("PreTrainedTokenizerFast", "TokenizersBackend"):  # two names of one class
+            tokenizer_class = transformers.AutoTokenizer  # imports the names of all models
+        return tokenizer_class.from_pretrained(str(path), local_files_only=True)
     except ImportError:
         raise  # names the package that this tokenizer needs
     except Exception as error:  # `tokenizers` raises no other type for a damaged file
@@ -346,7 +354,7 @@ def _scan(path: pathlib.Path, config: DecoderConfig) -> dict[str, Stored]:
 
 @functools.lru_cache(maxsize=8)  # tracing a model of 80 layers is slow
 def parameter_shapes(
-    config: DecoderConfig, weights: WeightFormat | None = None
+    config: DecoderConfig, weights: WeightFormat | None
 ) -> dict[tuple[str, ...], Any]:
     """Returns boxes with shape and logical axes of every parameter, by path."""
     boxed = abstract_params(build(config, weights=weights))["params"]
@@ -378,7 +386,7 @@ def _format(
     A module with `weights` has quantized all matrices of blocks, also those that the checkpoint has
     not quantized.
     """
-    shapes, found, plain = parameter_shapes(config), [], []
+    shapes, found, plain = parameter_shapes(config, None), [], []
     for tensor, where in stored:
         if tensor.is_block_matrix:
             if isinstance(where, Stored):
@@ -409,7 +417,7 @@ def _match(
 
     The place of a quantized matrix is that of its parts.
     """
-    needed, shapes = {t.name: t for t in tensors_of(config)}, parameter_shapes(config)
+    needed, shapes = {t.name: t for t in tensors_of(config)}, parameter_shapes(config, None)
     stored, matrices = gather(stored)
     if matrices and quantization is None:
         raise ValueError(
@@ -493,14 +501,34 @@ def _read_params(
     sharding_of: ShardingFn | None,
     lazy_blocks: bool,
 ) -> Any:
-    boxes, flat = parameter_shapes(module.config, module.weights), dict[tuple[str, ...], Any]()
-    for tensors in _by_parameter(stored):
-        if lazy_blocks and tensors[0][0].path[0].startswith(BLOCK):
-            continue
-        found = _read_parameter(tensors, read)
-        for path, values in found.items():
-            dtype = values.dtype if values.dtype == np.int32 or len(found) > 1 else module.dtype
-            flat[path] = _put(values, dtype, sharding_of and sharding_of(boxes[path].names))
+    boxes = parameter_shapes(module.config, module.weights)
+
+    flat = dict[tuple[str, ...], jax.Array]()
+
+    def put(read_in_a_thread: concurrent.futures.Future) -> None:
+        for found in read_in_a_thread.result():
+            for path, values in found.items():
+                dtype = values.dtype if values.dtype == np.int32 or len(found) > 1 else module.dtype
+                flat[path] = _put(values, dtype, sharding_of and sharding_of(boxes[path].names))
+
+    wanted = (
+        tensors
+        for tensors in _by_parameter(stored)
+        if not (lazy_blocks and tensors[0][0].path[0].startswith(BLOCK))
+    )
+    # The parameters of a fused matrix are read in one thread, which unpacks it once.
+    by_tensor = [list(group) for _, group in itertools.groupby(wanted, lambda x: x[0][0].name)]
+    readers = min(MAX_READERS, os.cpu_count() or 1)
+    with concurrent.futures.ThreadPoolExecutor(readers) as pool:
+        reading = collections.deque[concurrent.futures.Future]()
+        for parameters in by_tensor:
+            reading.append(
+                pool.submit(lambda x: [_read_parameter(each, read) for each in x], parameters)
+            )
+            if len(reading) > readers:
+                put(reading.popleft())  # in this thread, to which JAX's settings can apply alone
+        for each in reading:
+            put(each)
     return {"params": flax.traverse_util.unflatten_dict(flat)}
 
 
@@ -536,10 +564,12 @@ def _parameter_reader(module: nn.Module, quantization: QuantizationConfig | None
 
     A matrix of a block has several if the module is quantized.
     """
-    shapes, mapped = parameter_shapes(module.config), functools.cache(mapped_tensors)
-    last = dict[str, Matrix]()  # a fused matrix is unpacked once for all of its parameters
+    shapes, mapped = parameter_shapes(module.config, None), functools.cache(mapped_tensors)
+    of_thread = threading.local()
 
     def unpacked(tensor: Tensor, places: dict[str, Stored]) -> Matrix:
+        # A fused matrix is unpacked once for adjacent parameters.
+        last: dict[str, Matrix] = of_thread.__dict__
         if tensor.name not in last:
             last.clear()
             parts = {part: mapped(place.file)[place.name] for part, place in places.items()}

@@ -33,6 +33,7 @@ PART_DTYPES = {
 }
 MXFP4_PARTS = ("_blocks", "_scales")  # the ends of names
 PARTS = frozenset(PART_DTYPES) - {"weight", *MXFP4_PARTS}
+IN_CACHE = 2**16  # elements that are dequantized at once, in float64 half a megabyte
 MXFP4_GROUP = 32  # inputs that share an exponent
 # Twice the value of each code of E2M1, which are integers.
 E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
@@ -64,11 +65,16 @@ class Matrix(NamedTuple):
     def dequantized(self) -> np.ndarray:
         """Returns [O, I] in float32."""
         exact = np.float32 if self.zeros is None else np.promote_types(self.zeros.dtype, np.float32)
-        wide = self.values.astype(exact).reshape(*self.scales.shape, -1)
-        if self.zeros is not None:
-            wide -= self.zeros[..., None]
-        wide *= self.scales.astype(np.float32)[..., None]
-        return wide.reshape(self.values.shape).astype(np.float32)
+        found = np.empty(self.values.shape, np.float32)
+        step = max(1, IN_CACHE // self.values.shape[1])
+        for rows in (slice(first, first + step) for first in range(0, len(found), step)):
+            scales = self.scales[rows].astype(np.float32)
+            wide = self.values[rows].astype(exact).reshape(*scales.shape, -1)
+            if self.zeros is not None:
+                wide -= self.zeros[rows, :, None]
+            wide *= scales[..., None]
+            found[rows] = wide.reshape(found[rows].shape)
+        return found
 
 
 @dataclasses.dataclass(frozen=True)

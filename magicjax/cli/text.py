@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import dataclasses
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -35,13 +34,13 @@ def tokenizer_of(arguments: argparse.Namespace) -> Any:
 
 def unloaded_target(arguments: argparse.Namespace, tokenizer: Any, dtype: Any = None) -> Model:
     """Returns the target without weights; `dtype` is the default of --dtype, None for as stored."""
-    target = unloaded(
+    return unloaded(
         arguments.target,
         arguments.dtype or dtype,
         weights=arguments.weights,
         offload=arguments.offload,
+        tokenizer=tokenizer,
     )
-    return dataclasses.replace(target, tokenizer=tokenizer)
 
 
 def unloaded(source: str, dtype: Any = None, **options: Any) -> Model:
