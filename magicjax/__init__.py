@@ -1,7 +1,45 @@
-"""Lossless speculative decoding for long contexts: sparse KV caches and token trees."""
+"""Lossless speculative decoding for long contexts: sparse KV caches and token trees.
+
+A public name is imported on first use, so `import magicjax` does not import JAX.
+"""
 
 import importlib.util
 import pathlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from magicjax import policies
+    from magicjax.decoding.runner import Output
+    from magicjax.decoding.stats import Stats
+    from magicjax.drafters import (
+        Cascade,
+        Drafter,
+        Eagle,
+        Ensemble,
+        FullCacheSpeculation,
+        PageRetrieval,
+        PromptLookup,
+        SelfSpeculation,
+        SmallModel,
+        SuffixLookup,
+    )
+    from magicjax.engine.config import EngineConfig
+    from magicjax.engine.engine import Engine
+    from magicjax.engine.scheduler import QueueFullError
+    from magicjax.generation import generate, stream
+    from magicjax.grammars.grammar import Grammar
+    from magicjax.loading import load, offload
+    from magicjax.model import Model
+    from magicjax.options import option
+    from magicjax.policies import Policy, StreamingLLM
+    from magicjax.prediction.autotune.auto import Auto, Choice, choose_drafter
+    from magicjax.sampling_params import SamplingParams
+    from magicjax.trees.sequoia import expected_tokens, optimal
+    from magicjax.trees.token_tree import DynamicTree, TokenTree, chain, expansion, parse_tree
+    from magicjax.verification.logprobs import LogProbs
+    from sharding import make_mesh
+
+    __version__: str
 
 
 def _check_neighbours() -> None:
@@ -21,77 +59,54 @@ def _check_neighbours() -> None:
 
 _check_neighbours()
 
-from magicjax import policies  # noqa: E402
-from magicjax.decoding.runner import Output  # noqa: E402
-from magicjax.decoding.stats import Stats  # noqa: E402
-from magicjax.drafters import (  # noqa: E402
-    Cascade,
-    Drafter,
-    Eagle,
-    Ensemble,
-    FullCacheSpeculation,
-    PageRetrieval,
-    PromptLookup,
-    SelfSpeculation,
-    SmallModel,
-    SuffixLookup,
-)
-from magicjax.engine.config import EngineConfig  # noqa: E402
-from magicjax.engine.engine import Engine  # noqa: E402
-from magicjax.engine.scheduler import QueueFullError  # noqa: E402
-from magicjax.generation import generate, stream  # noqa: E402
-from magicjax.grammars.grammar import Grammar  # noqa: E402
-from magicjax.loading import load, offload  # noqa: E402
-from magicjax.model import Model  # noqa: E402
-from magicjax.options import option  # noqa: E402
-from magicjax.policies import Policy, StreamingLLM  # noqa: E402
-from magicjax.prediction.autotune.auto import Auto, Choice, choose_drafter  # noqa: E402
-from magicjax.sampling_params import SamplingParams  # noqa: E402
-from magicjax.trees.sequoia import expected_tokens, optimal  # noqa: E402
-from magicjax.trees.token_tree import DynamicTree, TokenTree, chain, expansion, parse_tree  # noqa: E402
-from magicjax.verification.logprobs import LogProbs  # noqa: E402
-from magicjax.version import version as _version  # noqa: E402
-from sharding import make_mesh  # noqa: E402
+_NAMES = {  # public names by module, as in the block above
+    "magicjax.decoding.runner": ("Output",),
+    "magicjax.decoding.stats": ("Stats",),
+    "magicjax.drafters": (
+        "Cascade",
+        "Drafter",
+        "Eagle",
+        "Ensemble",
+        "FullCacheSpeculation",
+        "PageRetrieval",
+        "PromptLookup",
+        "SelfSpeculation",
+        "SmallModel",
+        "SuffixLookup",
+    ),
+    "magicjax.engine.config": ("EngineConfig",),
+    "magicjax.engine.engine": ("Engine",),
+    "magicjax.engine.scheduler": ("QueueFullError",),
+    "magicjax.generation": ("generate", "stream"),
+    "magicjax.grammars.grammar": ("Grammar",),
+    "magicjax.loading": ("load", "offload"),
+    "magicjax.model": ("Model",),
+    "magicjax.options": ("option",),
+    "magicjax.policies": ("Policy", "StreamingLLM"),
+    "magicjax.prediction.autotune.auto": ("Auto", "Choice", "choose_drafter"),
+    "magicjax.sampling_params": ("SamplingParams",),
+    "magicjax.trees.sequoia": ("expected_tokens", "optimal"),
+    "magicjax.trees.token_tree": ("DynamicTree", "TokenTree", "chain", "expansion", "parse_tree"),
+    "magicjax.verification.logprobs": ("LogProbs",),
+    "sharding": ("make_mesh",),
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = sorted([*_MODULES, "policies"])
 
-__version__ = _version()
 
-__all__ = [
-    "Auto",
-    "Cascade",
-    "Choice",
-    "Drafter",
-    "DynamicTree",
-    "Eagle",
-    "Engine",
-    "EngineConfig",
-    "Ensemble",
-    "FullCacheSpeculation",
-    "Grammar",
-    "LogProbs",
-    "Model",
-    "Output",
-    "PageRetrieval",
-    "Policy",
-    "PromptLookup",
-    "QueueFullError",
-    "SamplingParams",
-    "SelfSpeculation",
-    "SmallModel",
-    "Stats",
-    "StreamingLLM",
-    "SuffixLookup",
-    "TokenTree",
-    "chain",
-    "choose_drafter",
-    "expansion",
-    "expected_tokens",
-    "generate",
-    "load",
-    "make_mesh",
-    "offload",
-    "optimal",
-    "option",
-    "parse_tree",
-    "policies",
-    "stream",
-]
+if not TYPE_CHECKING:  # type checkers would accept any name
+
+    def __getattr__(name: str) -> Any:
+        if name == "policies":
+            return importlib.import_module("magicjax.policies")
+        if name == "__version__":
+            return importlib.import_module("magicjax.version").version()
+        if name not in _MODULES:
+            raise AttributeError(f"module 'magicjax' has no attribute {name!r}")
+        value = getattr(importlib.import_module(_MODULES[name]), name)
+        globals()[name] = value  # the next use finds it without this function
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})

@@ -2,7 +2,8 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from jax.sharding import Mesh
 
@@ -20,11 +21,12 @@ from magicjax.decoding.runner import (
 )
 from magicjax.drafters import Drafter
 from magicjax.model import Model
-from magicjax.prediction.autotune import auto
-from magicjax.prediction.autotune.auto import Auto, Choice
 from magicjax.sampling_params import SamplingParams
 from magicjax.suggest import explain_unknown
 from magicjax.trees.token_tree import Tree
+
+if TYPE_CHECKING:
+    from magicjax.prediction.autotune.auto import Auto, Choice, Started
 
 
 @explain_unknown
@@ -33,7 +35,7 @@ def generate(
     prompts: Any,
     params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
     *,
-    drafter: Drafter | Auto | Choice | str | None = None,
+    drafter: "Drafter | Auto | Choice | str | None" = None,
     tree: Tree | str | None = None,
     verifier: str | None = None,
     eos_token_id: int | Sequence[int] | None = None,
@@ -113,7 +115,7 @@ def run(
     options: RequestOptions,
 ) -> Output:
     """Returns the output of `generate`; the options are its keyword arguments."""
-    if auto.is_choice(options.drafter):
+    if auto := _chooser(options.drafter):
         return auto.generate(target, prompts, params, options)
     compiled = program_cache.totals()
     request = prepare(target, prompts, params, options)
@@ -123,13 +125,27 @@ def run(
     return output_of(request, state, compiled, prefill_s=prefill_s, decode_s=decode_s)
 
 
+def _chooser(drafter: Any) -> ModuleType | None:
+    """Returns the module that chooses drafters, None unless this one is to be chosen.
+
+    It is imported here because it imports the planner, which other requests do not use.
+    """
+    if drafter is None or isinstance(drafter, Drafter):
+        return None
+    if isinstance(drafter, str) and drafter != "auto":
+        return None
+    from magicjax.prediction.autotune import auto
+
+    return auto if auto.is_choice(drafter) else None
+
+
 @explain_unknown
 def stream(
     target: Model,
     prompts: Any,
     params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
     *,
-    drafter: Drafter | Auto | Choice | str | None = None,
+    drafter: "Drafter | Auto | Choice | str | None" = None,
     tree: Tree | str | None = None,
     verifier: str | None = None,
     eos_token_id: int | Sequence[int] | None = None,
@@ -172,7 +188,7 @@ def run_stream(
 ) -> Rounds:
     """Returns the rounds of `stream`; the options are its keyword arguments."""
     before = program_cache.totals()
-    if auto.is_choice(options.drafter):
+    if auto := _chooser(options.drafter):
         prepared: tuple = auto.prepare_stream(target, prompts, params, options)
     else:
         request = prepare(target, prompts, params, options)
@@ -185,8 +201,8 @@ def run_stream(
 def _rounds(
     searched: tuple[int, float],
     request: Request,
-    choice: Choice | None = None,
-    started: auto.Started | None = None,
+    choice: "Choice | None" = None,
+    started: "Started | None" = None,
 ):
     """Yields each round's tokens; returns the output.
 

@@ -4,6 +4,7 @@ import difflib
 import functools
 import inspect
 import reprlib
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -85,7 +86,10 @@ def _remedy(call: str, unknown: str) -> str:
     name = RENAMED.get(unknown, unknown)
     if name in _arguments[call]:
         return f": use {name}=..."
-    having = [other for other, known in _arguments.items() if name in known]
+    package: Any = sys.modules[__package__]
+    for public in package.__all__:  # imports the calls that are not imported yet
+        getattr(package, public)
+    having = [other for other, known in sorted(_arguments.items()) if name in known]
     passed = [other for argument, other in PARTS.items() if argument in _arguments[call]]
     if having := [other for other in having if other in passed] or having:
         return f": use {' or '.join(f'{other}({name}=...)' for other in having)}"

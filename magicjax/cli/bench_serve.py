@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from magicjax.cli.options import INTERRUPTED
+from magicjax.cli import INTERRUPTED
 from magicjax.cli.serve import API_KEY
 from magicjax.options import token_count
 
@@ -30,7 +30,6 @@ def add(commands: Any) -> None:
     """Adds the subcommand to those of `magicjax`."""
     parser = commands.add_parser(
         "bench-serve",
-        help="measure servers with OpenAI's API under load",
         description="Sends requests to one or more servers with OpenAI's API, level by level, and "
         "reports tokens/s, time to first token (TTFT), time per output token (TPOT), end-to-end "
         "latency, goodput and the acceptance length. Exit code 1: a request failed with a status "

@@ -181,7 +181,6 @@ def add(commands: Any) -> None:
     """Adds the subcommand to those of `magicjax`."""
     parser = commands.add_parser(
         "calibrate",
-        help="measure this device for `magicjax plan`",
         description="Times the parts of decoding on this device, fits the constants of the cost "
         "model, and writes both to a profile, for `magicjax plan --device FILE.json` and "
         "`drafter='auto'`. Plans for the timed model and its drafts use the measured times, plans "

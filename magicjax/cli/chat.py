@@ -67,7 +67,6 @@ def add(commands: Any) -> None:
     """Adds the subcommand to those of `magicjax`."""
     parser = commands.add_parser(
         "chat",
-        help="talk to a model",
         description="Answers messages line by line. The KV cache of the conversation is stored, so "
         "each answer prefills only new tokens.",
         epilog=f"{HELP}\n\n{drafting.drafters_help()}",

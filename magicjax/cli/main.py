@@ -1,15 +1,28 @@
 """The command `magicjax`."""
 
 import argparse
+import importlib
+import itertools
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from typing import NoReturn
 
-from magicjax.cli import bench_serve, calibrate, chat, fetch, fit, generate, plan, serve
-from magicjax.cli.options import INTERRUPTED, in_option_names
+from magicjax.cli import INTERRUPTED
 from magicjax.suggest import did_you_mean
 from magicjax.version import version
+
+COMMANDS = {  # the module of each is imported when it runs, because most import JAX
+    "generate": "continue a prompt",
+    "chat": "talk to a model",
+    "serve": "serve a model over HTTP, with OpenAI's API",
+    "bench-serve": "measure servers with OpenAI's API under load",
+    "plan": "predict the speedup of speculative decoding on a machine",
+    "fit": "check whether a workload fits GPUs or TPUs that are not attached",
+    "calibrate": "measure this device for `magicjax plan`",
+    "fetch": "download a model, or list those that can be downloaded",
+}
 
 
 class _SubCommand(argparse.ArgumentParser):
@@ -38,8 +51,8 @@ class _SubCommand(argparse.ArgumentParser):
         self.error(f"unknown option {name}{did_you_mean(name, self._option_string_actions)}")
 
 
-def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the command line."""
+def parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    """Returns the parser of a command line, with the options of its subcommand only."""
     main_parser = argparse.ArgumentParser(
         prog="magicjax",
         description="Lossless speculative decoding for long contexts.",
@@ -47,8 +60,13 @@ def parser() -> argparse.ArgumentParser:
     )
     main_parser.add_argument("--version", action="version", version=f"magicjax {version()}")
     commands = main_parser.add_subparsers(dest="command", required=True, parser_class=_SubCommand)
-    for command in (generate, chat, serve, bench_serve, plan, fit, calibrate, fetch):
-        command.add(commands)
+    options = list(itertools.takewhile(lambda word: word.startswith("-"), words))
+    chosen = None if {"-h", "--help"} & {*options} else words[len(options) : len(options) + 1]
+    for name, summary in COMMANDS.items():
+        if [name] == chosen:
+            importlib.import_module(f"magicjax.cli.{name.replace('-', '_')}").add(commands)
+        else:
+            commands.add_parser(name, help=summary)
     return main_parser
 
 
@@ -58,7 +76,7 @@ def main() -> None:
     Invalid input exits with a message and code 2, an interrupt by the user with code 130. If the
     reader of the output has ended, as `head` does, the command ends with code 0.
     """
-    main_parser = parser()
+    main_parser = parser(sys.argv[1:])
     arguments = main_parser.parse_args()
     if getattr(arguments, "verbose", False):
         logging.basicConfig()
@@ -70,6 +88,8 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
         code = 0
     except (ValueError, OSError) as error:
+        from magicjax.cli.options import in_option_names
+
         # The weights of a drafter are in its text.
         unset = {"weights"} if getattr(arguments, "weights", None) is None else {}
         names = [name for name in vars(arguments) if name not in unset]

@@ -16,7 +16,6 @@ from pallas_kernels.cpu import build
 AUTO = "auto"
 NONE = "none"
 SOURCE = "directory, OWNER/NAME on the Hugging Face Hub, GGUF file or preset"
-INTERRUPTED = 130  # exit code, as of a shell: 128 + SIGINT
 # CPU instructions with which XLA multiplies bfloat16, as Linux names them on x86 and Arm: bfloat16
 # against float32 takes 3.2 and 6.9 s for the prefill of 2,048 tokens, 90 and 148 ms for a round of
 # prompt lookup with chain:4, and 103 and 108 ms for a plain step (SmolLM2-135M, two shared cores of

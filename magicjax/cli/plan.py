@@ -27,7 +27,6 @@ def add(commands: Any) -> None:
     """Adds the subcommand to those of `magicjax`."""
     parser = commands.add_parser(
         "plan",
-        help="predict the speedup of speculative decoding on a machine",
         description="Predicts which drafter, budget and tree are fastest on a machine, and whether "
         "they are faster than plain decoding. Requires measured acceptance; runs no model.",
         allow_abbrev=False,

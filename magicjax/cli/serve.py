@@ -29,7 +29,6 @@ def add(commands: Any) -> None:
     """Adds the subcommand to those of `magicjax`."""
     parser = commands.add_parser(
         "serve",
-        help="serve a model over HTTP, with OpenAI's API",
         description="Serves /v1/completions and /v1/chat/completions on an engine, a status page "
         "at / and metrics at /metrics.",
         epilog=drafting.drafters_help(),

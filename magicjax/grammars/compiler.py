@@ -5,7 +5,6 @@ import functools
 from typing import Any
 
 import numpy as np
-import scipy.sparse
 from jaxtyping import Int
 
 from magicjax.grammars.grammar import ByteAutomaton, Grammar, byte_automaton
@@ -141,6 +140,8 @@ def _walk(
 
 def _without_dead_ends(table: Int[np.ndarray, "S C"], final: Any) -> Int[np.ndarray, "S C"]:
     """Returns the table without the tokens after which no tokens spell a match."""
+    import scipy.sparse  # a slow import that requests without grammars do not need
+
     states = len(table)
     source, column = np.nonzero(table >= 0)
     # From a node after all final states, backwards.

@@ -78,7 +78,8 @@ def test_a_port_in_use_is_an_error_before_weights_are_loaded(directory, run, mon
 
 def test_new_tokens_are_limited_by_the_capacity_alone():
     def limit(*options: str) -> int:
-        arguments = main.parser().parse_args(["serve", "--target", "x", *options])
+        words = ["serve", "--target", "x", *options]
+        arguments = main.parser(words).parse_args(words)
         target = tiny.model()
         return engine_config(arguments, target, adaptive=False).for_target(target, None).max_tokens
 

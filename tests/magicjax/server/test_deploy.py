@@ -16,7 +16,7 @@ DEPLOY = pathlib.Path(main.__file__).parent.parent / "server" / "deploy"
 
 
 def options(words: list[str]) -> argparse.Namespace:
-    return main.parser().parse_args(words)
+    return main.parser(words).parse_args(words)
 
 
 def test_the_image_serves_on_its_port():
