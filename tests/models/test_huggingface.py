@@ -124,6 +124,12 @@ def test_float64_is_read_exactly_in_64_bit_mode(saved, tiny, float64):
     assert_identical(checkpoint.params, expected)
 
 
+def test_a_context_of_the_calling_thread_applies_to_all_parameters(saved):
+    with jax.enable_x64(True):
+        checkpoint = models.load_checkpoint(saved, "float64")
+    assert {x.dtype.name for x in jax.tree.leaves(checkpoint.params)} == {"float64"}
+
+
 def test_each_tensor_is_sharded_by_its_logical_axes(saved, tiny):
     seen = []
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import types
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ import models
 from magicjax import loading
 from magicjax.decoding.preparation import place, prepare, validate
 from magicjax.decoding.request import RequestOptions
+from magicjax.parallel.layouts import Resident
 from magicjax.verification.sampling import row_keys
 from sharding import abstract_mesh
 from tests.magicjax import tiny
@@ -52,6 +54,16 @@ def test_weights_are_loaded_after_validation():
     assert not loaded
     assert prepare(lazy, PROMPTS).target.params is tiny.model().params
     assert loaded == [dict(mesh=None, stages=None)]
+
+
+def test_a_preset_keeps_the_tokenizer_that_it_was_given(monkeypatch):
+    monkeypatch.setattr(loading, "_initialized", lambda *_: ({}, Resident()))
+    tokenizer = types.SimpleNamespace(get_vocab=dict)
+    skeleton = loading.skeleton("opt-125m", "float32", tokenizer=tokenizer)
+    assert loading.with_weights(skeleton).tokenizer is tokenizer
+    other = types.SimpleNamespace(get_vocab=dict)
+    replaced = dataclasses.replace(skeleton, tokenizer=other)
+    assert loading.with_weights(replaced).tokenizer is other
 
 
 def test_a_copy_is_validated_for_the_mesh_before_the_target_has_weights():
