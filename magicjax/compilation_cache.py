@@ -43,7 +43,7 @@ def enable() -> None:
         folder = cache_folder() / "programs" / build.digest(build.processor())
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
+    except (OSError, RuntimeError) as error:  # RuntimeError: without a home directory
         logger.warning(
             "every process compiles its programs: %s; set MAGICJAX_CACHE to a writable folder, or "
             "%s=off to hide this message",
