@@ -16,8 +16,9 @@ from jaxtyping import Array, Float, Int
 
 from models import quantized
 from models.quantized import WeightFormat
-from pallas_kernels.cpu import linear
+from pallas_kernels.cpu import build, linear, packed
 from pallas_kernels.cpu.linear import Matrix
+from pallas_kernels.cpu.packed import FORMATS, Packed
 from sharding import collectives
 
 DEVIATIONS = 3  # of random quantized weights, that the largest value stands for
@@ -30,7 +31,7 @@ def dot_precision(dtype: Any) -> jax.lax.Precision | None:
 
 def products(
     x: Float[Array, "..."],
-    matrices: Sequence[Matrix],
+    matrices: Sequence[Matrix | Packed],
     inputs: int,
     backend: str | None = None,
     dtype: Any = None,
@@ -40,7 +41,7 @@ def products(
 
     Args:
       x: [B..., I...]; a result is [B..., O...].
-      matrices: weights [O..., I...], all in one format.
+      matrices: weights [O..., I...]; those that are not packed are in one format.
       inputs: the number of axes I.
       backend: None or "cpu": a native kernel on a CPU that has it, which reads x once for all
         matrices; others: XLA.
@@ -49,6 +50,9 @@ def products(
         matrices have no experts.
     """
     dtype = x.dtype if dtype is None else dtype
+    plain = [matrix for matrix in matrices if isinstance(matrix, Matrix)]
+    if len(plain) < len(matrices):
+        return _with_packed(x, matrices, inputs, backend, dtype)
 
     def by_xla(x, matrices, expert=None):
         def product(matrix, x):
@@ -63,10 +67,72 @@ def products(
         return linear.products(x, matrices, inputs, dtype, expert)
 
     elements = math.prod(x.shape[x.ndim - inputs :])
-    if backend not in (None, "cpu") or not linear.is_supported(x, matrices, elements):
-        return by_xla(x, matrices, expert)
-    arguments = (x, matrices) if expert is None else (x, matrices, expert)
+    if backend not in (None, "cpu") or not linear.is_supported(x, plain, elements):
+        return by_xla(x, plain, expert)
+    arguments = (x, plain) if expert is None else (x, plain, expert)
     return jax.lax.platform_dependent(*arguments, cpu=by_kernel, default=by_xla)
+
+
+def _with_packed(
+    x: Array, matrices: Sequence[Matrix | Packed], inputs: int, backend: str | None, dtype: Any
+) -> list[Array]:
+    """Returns `products` if some matrices are packed, in two calls if others are not."""
+
+    def by_xla(x, found):
+        shape = x.shape[x.ndim - inputs :]
+        dense = (packed.dequantize(matrix).reshape(*matrix.outputs, *shape) for matrix in found)
+        return [_floating_product(x, w.astype(x.dtype), inputs, dtype) for w in dense]
+
+    def by_kernel(x, found):
+        return packed.products(x, found, inputs, dtype)
+
+    found = [matrix for matrix in matrices if isinstance(matrix, Packed)]
+    plain = [matrix for matrix in matrices if isinstance(matrix, Matrix)]
+    others = iter(products(x, plain, inputs, backend, dtype) if plain else [])
+    if backend in (None, "cpu") and build.is_default():
+        outs = iter(jax.lax.platform_dependent(x, found, cpu=by_kernel, default=by_xla))
+    else:
+        outs = iter(by_xla(x, found))
+    return [next(outs if isinstance(matrix, Packed) else others) for matrix in matrices]
+
+
+def packed_rows(matrix: Packed, numbers: Int[Array, "*B"], backend: str | None) -> Array:
+    """Returns rows of a packed matrix in float32, zeros for numbers that it does not have.
+
+    Args:
+      matrix: of the rows.
+      numbers: of the rows.
+      backend: as for `products`.
+    """
+
+    def by_xla(matrix, numbers):
+        found = jnp.take(packed.dequantize(matrix), numbers, axis=0, mode="fill", fill_value=0)
+        return jnp.where(numbers[..., None] < 0, 0, found)
+
+    if backend not in (None, "cpu") or not build.is_default():
+        return by_xla(matrix, numbers)
+    return jax.lax.platform_dependent(matrix, numbers, cpu=packed.rows, default=by_xla)
+
+
+def packed_param(
+    module: nn.Module,
+    name: str,
+    form: str,
+    outputs: tuple[tuple[int, str | None], ...],
+    inputs: tuple[tuple[int, str | None], ...],
+) -> Packed:
+    """Returns the parameter of a packed matrix of a module, at first zeros.
+
+    Args:
+      module, name: of the parameter.
+      form: name in `FORMATS`.
+      outputs, inputs: (size, logical axis) of each axis.
+    """
+    sizes = tuple(size for size, _ in outputs)
+    shape = FORMATS[form].shape(math.prod(sizes), math.prod(size for size, _ in inputs))
+    names = outputs[0][1], inputs[0][1], None
+    init = nn.with_logical_partitioning(nn.initializers.zeros, names)
+    return Packed(module.param(name, init, shape, jnp.uint8), form, sizes)
 
 
 def _of_expert(matrix: Matrix, expert: Int[Array, ""]) -> Matrix:
@@ -135,8 +201,9 @@ class Projection(nn.Module):
     Attributes:
       inputs, outputs: (size, logical axis) of each contracted axis, and of each output axis.
       axis_names: mesh axes that divide the contracted axes.
-      weights: the format of a quantized weight. Its scales, and zero points if there are any, are
-        float32 [G, outputs...]; a mesh that divides the inputs divides the G groups.
+      weights: the format of a quantized weight, or the type of a packed one. Scales, and zero
+        points if there are any, are float32 [G, outputs...]; a mesh that divides the inputs divides
+        the G groups.
       backend: of the products (`products`).
     """
 
@@ -145,7 +212,7 @@ class Projection(nn.Module):
     use_bias: bool
     dtype: Any
     axis_names: tuple[str, ...] = ()
-    weights: WeightFormat | None = None
+    weights: WeightFormat | str | None = None
     backend: str | None = None
 
     def setup(self):
@@ -161,9 +228,11 @@ class Projection(nn.Module):
         out = collectives.psum(out, self.axis_names)
         return out + self.bias if self.use_bias else out
 
-    def _matrix(self) -> Matrix:
+    def _matrix(self) -> Matrix | Packed:
         """Returns the parameters of the matrix, at first random."""
         form, n, axes = self.weights, len(self.outputs), self.outputs + self.inputs
+        if isinstance(form, str):
+            return packed_param(self, "weight", form, self.outputs, self.inputs)
         if form is None:
             init = nn.initializers.variance_scaling(
                 1.0, "fan_in", "normal", in_axis=range(n, len(axes)), out_axis=range(n)

@@ -32,7 +32,12 @@ logger = logging.getLogger("magicjax")
 SWITCH = "MAGICJAX_CPU_KERNELS"
 FOLDER = pathlib.Path(__file__).parent  # of the sources and headers
 ATTENTION_CHECK = FOLDER.with_name("attention_check.py")
-TARGETS = {"magicjax_linear": "Linear", "magicjax_tree_attention": "TreeAttention"}
+TARGETS = {
+    "magicjax_linear": "Linear",
+    "magicjax_packed_linear": "PackedLinear",
+    "magicjax_packed_rows": "PackedRows",
+    "magicjax_tree_attention": "TreeAttention",
+}
 COMPILERS = ("g++", "clang++", "c++")
 NATIVE = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
 # No fused multiply-adds but those in the source: sums have the same bits with every compiler.

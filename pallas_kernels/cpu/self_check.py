@@ -12,7 +12,7 @@ import numpy as np
 
 from pallas_kernels import attention_check
 from pallas_kernels.attention_check import difference
-from pallas_kernels.cpu import attention, build, linear
+from pallas_kernels.cpu import attention, build, linear, packed
 from pallas_kernels.cpu.linear import Matrix
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -20,7 +20,7 @@ DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 def check() -> str | None:
     """Returns the first mismatch, None if every kernel agrees with the reference."""
-    return _check_linear() or _check_attention()
+    return _check_linear() or _check_packed() or _check_attention()
 
 
 def _check_linear() -> str | None:
@@ -48,6 +48,30 @@ def _check_linear() -> str | None:
             alone = linear.products(rows[:1], matrices, 1, jnp.float32)
             if any((one[0] != y[0]).any() for one, y in zip(alone, actual, strict=True)):
                 return f"linear, {case}, x in {jnp.dtype(dtype)}: a row has other bits alone"
+    return None
+
+
+def _check_packed() -> str | None:
+    """Returns the first mismatch of products with packed matrices."""
+    random = np.random.default_rng(0)
+    x = random.standard_normal((9, 512)).astype(np.float32)
+    integers, scales = packed.round_activations(x)
+    rounded = integers * np.repeat(scales, packed.GROUP, 1).astype(float)
+    for name, form in packed.FORMATS.items():
+        data = random.integers(0, 256, form.shape(32, 512), np.uint8)
+        halves = random.uniform(-0.02, 0.02, (*data.shape[:2], form.first // 2)).astype(np.float16)
+        data[..., : form.first] = halves.view(np.uint8)
+        weight = packed.dequantize(packed.Packed(data, name, (32,)), np).astype(float)
+        matrix = packed.Packed(jnp.asarray(data), name, (32,))
+        (actual,) = packed.products(jnp.asarray(x), [matrix], 1, jnp.float32)
+        terms = np.abs(rounded) @ np.abs(weight.T)
+        if not (np.abs(actual - rounded @ weight.T) <= 1e-6 * terms).all():
+            return f"packed, {name}: the products differ from those of integers"
+        (alone,) = packed.products(jnp.asarray(x[:1]), [matrix], 1, jnp.float32)
+        if (alone[0] != actual[0]).any():
+            return f"packed, {name}: a row has other bits alone"
+        if (packed.rows(matrix, jnp.arange(32)) != weight).any():
+            return f"packed, {name}: the rows differ from those of the matrix"
     return None
 
 

@@ -308,3 +308,17 @@ def test_the_self_check_finds_a_wrong_kernel(name, error, monkeypatch):
     monkeypatch.setattr(self_check.attention, "attend", _wrong(error))
     message = self_check._check_attention()
     assert message.startswith(f"tree_attention, decoding in float32, {name}"), message
+
+
+def test_the_self_check_finds_a_wrong_packed_product(monkeypatch):
+    assert self_check._check_packed() is None
+    right = self_check.packed.products
+
+    def wrong(x, matrices, *options):
+        (out,) = right(x, matrices, *options)
+        return [out.at[0, 0].multiply(1.001)] if matrices[0].form == "Q6_K" else [out]
+
+    monkeypatch.setattr(self_check.packed, "products", wrong)
+    assert self_check._check_packed() == (
+        "packed, Q6_K: the products differ from those of integers"
+    )
