@@ -5,11 +5,20 @@ They are in the cache of huggingface_hub, which transformers shares. Its environ
 download resumes.
 """
 
+import contextlib
 import functools
 import pathlib
 import re
+import threading
+from collections.abc import Iterator, Sequence
 
 ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?", re.ASCII)
+# A file, or a quantization such as Q4_K_M, IQ4_XS, UD-Q4_K_XL or F16.
+GGUF = re.compile(
+    ID.pattern + r":([^:]+\.gguf|(UD-)?(I?Q\d|TQ\d|MXFP\d|NVFP\d|BF16|FP?16|FP?32)[\w-]*)",
+    re.ASCII | re.IGNORECASE,
+)
+GGUF_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
 SMALL = (
     *("config.json", "generation_config.json", "model.safetensors.index.json"),
     *("tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
@@ -21,6 +30,14 @@ WEIGHTS = "model*.safetensors"
 def is_id(source: str) -> bool:
     """Returns whether a text has the form OWNER/NAME or OWNER/NAME@REVISION."""
     return ID.fullmatch(source) is not None
+
+
+def is_gguf(source: str) -> bool:
+    """Returns whether a text is OWNER/NAME:FILE.gguf or OWNER/NAME:QUANTIZATION.
+
+    NAME may be NAME@REVISION.
+    """
+    return GGUF.fullmatch(source) is not None
 
 
 @functools.cache
@@ -38,29 +55,160 @@ def snapshot(source: str, weights: bool) -> pathlib.Path:
     """
     name, _, revision = source.partition("@")
     directory = _download(name, revision, [*SMALL, WEIGHTS] if weights else [*SMALL])
-    if not (directory / "config.json").is_file():
+    has_config = (directory / "config.json").is_file()
+    if has_config and (not weights or any(directory.glob(WEIGHTS))):
+        return directory
+    missing = WEIGHTS if has_config else "config.json"
+    if files := _gguf_files(name, revision)[0]:
         raise ValueError(
-            f"{name} has no config.json: pass a model in transformers' format, or download a GGUF "
-            "file and pass its path"
+            f"{name} has no {missing}, but GGUF files: pass {source}:FILE, where FILE is "
+            + _one_of(files)
         )
-    if weights and not any(directory.glob(WEIGHTS)):
+    if has_config:
         raise ValueError(
             f"{name} has no {WEIGHTS}: pass a revision with safetensors, such as "
             f"{name}@refs/pr/1, or convert its weights with save_pretrained of transformers"
         )
-    return directory
+    raise ValueError(
+        f"{name} has no config.json: pass a model in transformers' format or with GGUF files"
+    )
+
+
+@functools.cache
+def gguf_file(source: str) -> pathlib.Path:
+    """Returns the path of a GGUF file of the Hub; downloads it if it is missing or has changed.
+
+    Args:
+      source: OWNER/NAME:FILE.gguf, or OWNER/NAME:QUANTIZATION if one file has the quantization as a
+        part of its name, in any case; NAME may be NAME@REVISION.
+
+    Raises:
+      ValueError: there is no such revision or file, several files have the quantization, or the
+        model is in several files.
+      OSError: there is no such model, it is not public, or the Hub cannot be reached and the cache
+        does not have the file.
+    """
+    import huggingface_hub
+
+    repository, _, wanted = source.partition(":")
+    name, _, revision = repository.partition("@")
+    file = _chosen(source, wanted, *_gguf_files(name, revision, source))
+    with _clear_errors(source):
+        return pathlib.Path(huggingface_hub.hf_hub_download(name, file, revision=revision or None))
+
+
+def sha256(source: str, seconds: float) -> str | None:
+    """Returns the SHA-256 of a GGUF file of the Hub without downloading it.
+
+    Args:
+      source: OWNER/NAME:FILE.gguf.
+      seconds: the largest time to wait.
+
+    Returns None if there is no such file, or no answer in that time.
+    """
+    import huggingface_hub
+
+    name, _, file = source.partition(":")
+    found: list[str] = []
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):
+            info = huggingface_hub.HfApi().model_info(name, files_metadata=True, timeout=seconds)
+            found.extend(x.lfs.sha256 for x in info.siblings or () if x.rfilename == file and x.lfs)
+
+    # The timeout of a request does not bound it: a connection tries several addresses.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else None
+
+
+def _gguf_files(name: str, revision: str, source: str = "") -> tuple[list[str], bool]:
+    """Returns the GGUF files of a revision, and whether they are those in the cache only.
+
+    Raises as `gguf_file`.
+    """
+    import huggingface_hub
+    from huggingface_hub import constants, errors
+
+    version = revision or None
+    with _clear_errors(source or name + f"@{revision}" * bool(revision)):
+        try:
+            info = huggingface_hub.HfApi().model_info(
+                name, revision=version, timeout=constants.HF_HUB_ETAG_TIMEOUT
+            )
+            files, is_cached = [file.rfilename for file in info.siblings or ()], False
+        except (
+            errors.RepositoryNotFoundError,
+            errors.RevisionNotFoundError,
+            errors.HFValidationError,
+        ):
+            raise
+        except Exception:  # of the HTTP client, whose type depends on the version
+            folder = pathlib.Path(
+                huggingface_hub.snapshot_download(
+                    name, revision=version, allow_patterns=[], local_files_only=True
+                )
+            )
+            files = [path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf")]
+            is_cached = True
+    return sorted(file for file in files if file.lower().endswith(".gguf")), is_cached
+
+
+def _chosen(source: str, wanted: str, files: Sequence[str], is_cached: bool) -> str:
+    """Returns the file that a source wants; raises ValueError unless it is one."""
+    from huggingface_hub import constants
+
+    name = source.partition(":")[0]
+    if wanted.lower().endswith(".gguf"):
+        found = [file for file in files if file == wanted]
+    else:
+        part = re.compile(rf"(^|[-./]){re.escape(wanted)}[-./]", re.IGNORECASE)
+        found = [file for file in files if part.search(file) and "mmproj" not in file]  # of images
+    if found and all(GGUF_PART.search(file) for file in found):
+        raise ValueError(
+            f"{source} is in several parts, {found[0]} and others, and a single file is needed: "
+            "download them, run llama-gguf-split --merge, and pass the path of its output"
+        )
+    if len(found) == 1:
+        return found[0]
+    where = ""
+    if is_cached:
+        where = f" in the cache of huggingface_hub, and {constants.ENDPOINT} cannot be reached"
+    if not files:
+        raise ValueError(
+            f"{name} has no GGUF file{where}: pass {name} for its safetensors, or another model"
+        )
+    problem = f"{len(found)} GGUF files" if found else "no GGUF file"
+    raise ValueError(
+        f"{name} has {problem} of {wanted}{where}: pass {name}:FILE, where FILE is {_one_of(files)}"
+    )
+
+
+def _one_of(files: Sequence[str]) -> str:
+    return "one of " * (len(files) > 1) + ", ".join(files)
 
 
 def _download(name: str, revision: str, patterns: list[str]) -> pathlib.Path:
     """Returns the directory with the files of a revision, "" for the default one."""
     import huggingface_hub
-    from huggingface_hub import constants, errors
 
-    source, endpoint = name + f"@{revision}" * bool(revision), constants.ENDPOINT
-    try:
+    with _clear_errors(name + f"@{revision}" * bool(revision)):
         folder = huggingface_hub.snapshot_download(
             name, revision=revision or None, allow_patterns=patterns
         )
+    return pathlib.Path(folder)
+
+
+@contextlib.contextmanager
+def _clear_errors(source: str) -> Iterator[None]:
+    """Replaces the errors of huggingface_hub by built-in ones that say what to do."""
+    from huggingface_hub import constants, errors
+
+    name, _, revision = source.partition(":")[0].partition("@")
+    endpoint = constants.ENDPOINT
+    try:
+        yield
     except errors.GatedRepoError as error:
         raise PermissionError(
             f"{name} requires permission: accept its conditions on {endpoint}/{name}, and set "
@@ -89,4 +237,3 @@ def _download(name: str, revision: str, patterns: list[str]) -> pathlib.Path:
         raise OSError(
             f"the download of {source} failed ({reason}): repeat the command to resume"
         ) from error
-    return pathlib.Path(folder)

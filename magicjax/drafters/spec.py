@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from inspect import isabstract
 from typing import Any
 
-from magicjax import options, plugins
+from magicjax import hub, options, plugins
 from magicjax.drafters.base import REQUIRED, Drafter
 from magicjax.drafters.cascade import Cascade
 from magicjax.drafters.eagle import Eagle
@@ -149,7 +149,7 @@ def parse(text: str) -> Spec:
     """Returns the parts of one drafter's text.
 
     The shortest path is taken after which the other parts are values: a directory whose name ends
-    as a policy needs one, small:a:streaming:full.
+    as a policy needs one, small:a:streaming:full. A GGUF file of the Hugging Face Hub is one path.
 
     Raises:
       ValueError: an unknown drafter, option or policy, or a wrong value.
@@ -170,7 +170,8 @@ def parse(text: str) -> Spec:
     if has_model(kind):
         if not any(parts):
             raise ValueError(f"drafter {text!r} needs a model: write {name}:PATH")
-        length = next(n for n in range(1, len(parts) + 1) if _fit(positional, parts[n:]))
+        shortest = 2 if hub.is_gguf(":".join(parts[:2])) else 1
+        length = next(n for n in range(shortest, len(parts) + 1) if _fit(positional, parts[n:]))
         path, parts = ":".join(parts[:length]), parts[length:]
     if option := next((part for part in parts if "=" in part), None):
         raise ValueError(f"drafter {text!r}: write values without a name before {option}")
