@@ -5,7 +5,7 @@ import functools
 import logging
 import os
 import pathlib
-from typing import Any, Literal
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -18,13 +18,14 @@ from magicjax.model import Model
 from magicjax.parallel import offloading, pipeline_stages
 from magicjax.parallel.layouts import Layout, Offloaded, Pipelined, Resident
 from magicjax.parallel.offloading import GB
-from magicjax.sources import DOWNLOADS, checkpoint_directory, directory_of
+from magicjax.sources import checkpoint_directory, directory_of
 from magicjax.suggest import explain_unknown
 from sharding import STAGE, AnyMesh, array_bytes, factored
 
 logger = logging.getLogger("magicjax")
 
 PRESET_DTYPE = "bfloat16"
+ACTIVATIONS = ("int8", "float")
 
 
 @explain_unknown
@@ -33,6 +34,7 @@ def load(
     dtype: Any = None,
     *,
     weights: str | models.WeightFormat | None = None,
+    activations: str = "int8",
     seed: int = 0,
     mesh: Mesh | None = None,
     shards: int | None = None,
@@ -46,17 +48,19 @@ def load(
     Args:
       source: a directory in Hugging Face format (config.json, safetensors, tokenizer files); a
         model of the Hugging Face Hub, such as "Qwen/Qwen2.5-0.5B" or "Qwen/Qwen2.5-0.5B@main",
-        which is downloaded when it is first used; a GGUF file, which is converted when it is first
-        used; a name that `magicjax fetch` lists; or the name of a preset (`models.PRESETS`), which
-        has random weights, as a logged warning says.
+        or one of its GGUF files, such as "Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q4_K_M", which are
+        downloaded when they are first used; a GGUF file; a name that `magicjax fetch` lists;
+        or the name of a preset (`models.PRESETS`), which has random weights, as a logged warning
+        says.
       dtype: of parameters, caches and activations; None: as stored (GGUF: float32, presets:
         bfloat16).
       weights: quantize the blocks' matrices, one by one: "int8" with a scale for each output
         channel, "int4" or "int4:32" with one for each group of 128 or 32 inputs. A quantized
         checkpoint stays exact in its own format and in smaller groups of it, such as "float8:64".
-        None: as stored; matrices of a quantized checkpoint stay quantized, except those of
-        `magicjax fetch`, which are for CPUs, where quantized products are slow. "none": dequantize
-        them.
+        None: as stored; matrices of a quantized checkpoint stay quantized. "none": dequantize them.
+      activations: "int8": with weights=None, matrices of a GGUF file stay in its types on a CPU
+        without mesh and offload, and products round activations to 8 bits. "float": they become
+        integers with float32 scales, as on other devices, and activations are not rounded.
       seed: of a preset's weights.
       mesh: of devices (`make_mesh`); each device receives only its part.
       shards: number of devices along the mesh's `model` axis that divide a small draft; None: all.
@@ -72,7 +76,7 @@ def load(
         host memory is too small.
     """
     options: Any = dict(weights=weights, seed=seed, mesh=mesh, shards=shards, stages=stages)
-    return _load(source, dtype, offload=offload, **options)
+    return _load(source, dtype, offload=offload, packed=_is_packed(activations), **options)
 
 
 def _load(
@@ -86,12 +90,13 @@ def _load(
     stages: int | None = None,
     seed: int = 0,
     tokenizer: Any = None,
+    packed: bool = True,
 ) -> Model:
     """Returns what `load` does, with a tokenizer if one is given, else with that of the source."""
     compilation_cache.enable()  # conversions of weights are programs too
     offloading.check_offload(offload)
     _check_dtype(dtype)
-    form = _requested(source, weights)
+    form = models.parse_weights(weights)
     if mesh is not None and isinstance(config_of(source), models.EagleConfig):
         stages = 1  # every device has the whole head
     stages = _checked_stages(stages, shards, mesh, offload)
@@ -111,9 +116,16 @@ def _load(
     tokenizer = load_tokenizer(source) if tokenizer is None else tokenizer
     check_tokenizer(tokenizer, models.load_config(path).vocab_size, source)
     checkpoint = models.load_checkpoint(
-        path, dtype, weights=form, sharding_of=sharding_of, lazy_blocks=offload or stages > 1
+        path,
+        dtype,
+        weights=form,
+        sharding_of=sharding_of,
+        lazy_blocks=offload or stages > 1,
+        packed=packed,
     )
     params, layout = _laid_out(checkpoint, stages, offload, sharding_of)
+    if isinstance(types := checkpoint.module.weights, models.PackedWeights):
+        logger.info("weights stay in %s, and products round activations to 8 bits", types)
     return Model(
         checkpoint.module,
         params,
@@ -211,6 +223,11 @@ def offload(model: Model) -> Model:
     """
     if model.offload:
         raise ValueError(f"the model {model.name!r} is offloaded already")
+    if isinstance(model.module.weights, models.PackedWeights):
+        raise ValueError(
+            f"the matrices of {model.name!r} are packed in types of its GGUF file: load it with "
+            "offload=True"
+        )
     if any(len(leaf.sharding.device_set) > 1 for leaf in jax.tree.leaves(model.params)):
         raise ValueError(
             f"the model {model.name!r} is on several devices: load it with offload for their mesh"
@@ -218,6 +235,13 @@ def offload(model: Model) -> Model:
     params, layers = models.split_blocks(model.params)
     blocks = offloading.stack(model.module, map(jax.device_get, layers))
     return dataclasses.replace(model, params=params, layout=Offloaded(blocks))
+
+
+def _is_packed(activations: str) -> bool:
+    """Returns whether matrices of a GGUF file may be packed."""
+    if activations not in ACTIVATIONS:
+        raise ValueError(f"activations={activations!r} is unknown: use 'int8' or 'float'")
+    return activations == "int8"
 
 
 def _check_dtype(dtype: Any) -> None:
@@ -241,6 +265,7 @@ def skeleton(
     shards: int | None = None,
     offload: bool = False,
     tokenizer: Any = None,
+    packed: bool = True,
 ) -> Model:
     """Returns the model of a source without weights.
 
@@ -250,9 +275,12 @@ def skeleton(
     Args:
       source, dtype, weights, shards, offload: as for `load`.
       tokenizer: of the model; None: that of the source, if it has one.
+      packed: whether the matrices of a GGUF file stay as they are, as `load` keeps them on a CPU
+        without a mesh.
     """
     tokenizer = load_tokenizer(source) if tokenizer is None else tokenizer
-    module = models.build(config_of(source), dtype, weight_format(source, weights))
+    form = weight_format(source, weights, dtype, packed=packed and not offload)
+    module = models.build(config_of(source), dtype, form)
     layout = Offloaded(offloading.shapes(module)) if offload else Resident()
     directory = directory_of(source, weights=False)
     ids = {} if directory is None else models.special_tokens(directory)
@@ -273,6 +301,7 @@ def skeleton(
             shards=shards,
             offload=offload,
             tokenizer=tokenizer,
+            packed=packed,
         ),
     )
 
@@ -357,25 +386,23 @@ def sampling_defaults(source: str | os.PathLike) -> dict[str, Any]:
 
 
 def weight_format(
-    source: str | os.PathLike, weights: str | models.WeightFormat | None = None
-) -> models.WeightFormat | None:
+    source: str | os.PathLike,
+    weights: str | models.WeightFormat | None = None,
+    dtype: Any = None,
+    *,
+    packed: bool = False,
+) -> models.Weights:
     """Returns the format of the matrices of the model that `load` returns.
 
     Args:
-      source, weights: as for `load`.
+      source, weights, dtype: as for `load`.
+      packed: as for `skeleton`.
 
     Raises as `magicjax.sources.directory_of` and `models.weight_format`.
     """
-    directory, form = directory_of(source, weights=False), _requested(source, weights)
-    if directory is None or not models.is_quantized(directory):
+    directory, form = directory_of(source, weights=False), models.parse_weights(weights)
+    if directory is None:
         return models.rounded_format(form)
-    return models.weight_format(checkpoint_directory(source), form)
-
-
-def _requested(
-    source: str | os.PathLike, weights: str | models.WeightFormat | None
-) -> models.WeightFormat | Literal["none"] | None:
-    """Returns the argument `weights` of `load`, or the default of a source."""
-    if weights is None and str(source) in DOWNLOADS:
-        weights = DOWNLOADS[str(source)].weights
-    return models.parse_weights(weights)
+    if models.is_quantized(directory):
+        directory = checkpoint_directory(source)
+    return models.weight_format(directory, form, dtype, packed=packed)

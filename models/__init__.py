@@ -1,7 +1,6 @@
 """Decoder models as pure functions of their parameters."""
 
 from models.build import (
-    BLOCK,
     ShardingFn,
     abstract_params,
     block_params,
@@ -17,7 +16,7 @@ from models.build import (
     quantize_block,
     split_blocks,
 )
-from models.decoder import Decoder, DecoderConfig, of_layers
+from models.decoder import Decoder, DecoderConfig, of_layers, output_matrix
 from models.eagle import EagleConfig, EagleHead
 from models.families import FAMILIES, family_config
 from models.hf_saving import save_checkpoint
@@ -36,7 +35,10 @@ from models.layers import Attend, LayerAttend, PassResult, in_every_layer
 from models.positions import Alibi, LearnedPositions, Rope
 from models.presets import PRESETS, preset
 from models.quantized import (
+    BLOCK,
+    PackedWeights,
     WeightFormat,
+    Weights,
     dequantize,
     dequantize_params,
     parse_weights,
@@ -57,10 +59,12 @@ __all__ = [
     "EagleHead",
     "LayerAttend",
     "LearnedPositions",
+    "PackedWeights",
     "PassResult",
     "Rope",
     "ShardingFn",
     "WeightFormat",
+    "Weights",
     "abstract_params",
     "block_params",
     "blocks_of",
@@ -81,6 +85,7 @@ __all__ = [
     "load_config",
     "load_tokenizer",
     "of_layers",
+    "output_matrix",
     "parse_weights",
     "preset",
     "quantize",

@@ -8,17 +8,17 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from models.decoder import BLOCK, Decoder, DecoderConfig, layer_module, of_layers
+from models.decoder import Decoder, DecoderConfig, layer_module, of_layers
 from models.eagle import EagleConfig, EagleHead
 from models.layers import in_every_layer
-from models.quantized import WeightFormat, quantize_params
+from models.quantized import BLOCK, PackedWeights, WeightFormat, Weights, quantize_params, within
 
 # sharding_of(logical axes, one name or None per axis) -> the sharding of the parameter
 ShardingFn = Callable[[tuple[str | None, ...]], jax.sharding.Sharding]
 
 
 def build(
-    config: DecoderConfig, dtype: Any = jnp.float32, weights: WeightFormat | None = None
+    config: DecoderConfig, dtype: Any = jnp.float32, weights: Weights = None
 ) -> Decoder | EagleHead:
     """Returns the module of `config`.
 
@@ -26,7 +26,7 @@ def build(
       config: of this package; other objects raise TypeError.
       dtype: of parameters and activations.
       weights: the format of the blocks' matrices, whose groups must divide their inputs
-        (ValueError); None: not quantized.
+        (ValueError), or the types of packed matrices; None: not quantized.
     """
     if not isinstance(config, DecoderConfig):
         raise TypeError(f"{type(config).__name__} is not a model config: it must be DecoderConfig")
@@ -34,14 +34,14 @@ def build(
         if weights is not None:
             raise ValueError(f"weights={weights} is not supported for an EAGLE head: omit weights")
         return EagleHead(config, jnp.dtype(dtype))
-    if weights is not None:
+    if isinstance(weights, WeightFormat):
         weights.check(config.matrix_inputs())
     return Decoder(config, jnp.dtype(dtype), weights=weights)
 
 
-def block_params(module: nn.Module) -> dict[str, Any]:
-    """Returns the shapes and dtypes of one layer's parameters, boxed as in `abstract_params`."""
-    return jax.eval_shape(lambda key: _init_block(module, key), jax.random.key(0))
+def block_params(module: nn.Module, layer: int = 0) -> dict[str, Any]:
+    """Returns the shapes and dtypes of a layer's parameters, boxed as in `abstract_params`."""
+    return jax.eval_shape(lambda key: _init_block(module, key, layer), jax.random.key(0))
 
 
 def quantize_block(block: dict[str, Any], module: nn.Module) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def quantize_block(block: dict[str, Any], module: nn.Module) -> dict[str, Any]:
 
     Matrices that are quantized already remain, as all parameters of an unquantized module.
     """
-    if module.weights is None:
+    if module.weights is None or isinstance(module.weights, PackedWeights):
         return block
     return quantize_params(block, nn.meta.unbox(_block_shapes(module)), module.weights)
 
@@ -59,10 +59,10 @@ def _block_shapes(module: nn.Module) -> dict[str, Any]:
     return block_params(module)
 
 
-def _init_block(module: nn.Module, key: jax.Array) -> dict[str, Any]:
+def _init_block(module: nn.Module, key: jax.Array, layer: int = 0) -> dict[str, Any]:
     x = jnp.zeros((1, 1, module.config.hidden_size), module.dtype)
     positions = jnp.zeros((1, 1), jnp.int32)
-    block = layer_module(module)
+    block = layer_module(module, layer)
     return block.init(key, x, positions, _no_attention, False)["params"]
 
 
@@ -139,13 +139,18 @@ def abstract_params(module: nn.Module) -> dict[str, Any]:
     Every leaf is a `flax.linen.LogicallyPartitioned` with `.value` (a `jax.ShapeDtypeStruct`) and
     `.names` (one entry per axis, None for an axis that is never divided). Nothing is allocated.
     """
-    # Blocks have equal shapes, so one is traced: 80 of them would take seconds.
-    config = module.config
-    one_layer = module.clone(config=of_layers(config, (0,)))
+    # Blocks in the same formats have equal shapes, and one is traced: 80 would take seconds.
+    one_layer = of_layers(module, (0,))
     shapes = jax.eval_shape(lambda key: init_boxed(one_layer, key), jax.random.key(0))
-    others, (block,) = split_blocks(shapes)
-    blocks = {f"{BLOCK}{layer}": block for layer in range(config.num_layers)}
-    return {"params": others["params"] | blocks}
+    others, (first,) = split_blocks(shapes)
+    weights = getattr(module, "weights", None)
+    blocks = {within(weights, f"{BLOCK}0"): first}
+    for layer in range(module.config.num_layers):
+        own = within(weights, f"{BLOCK}{layer}")
+        if own not in blocks:
+            blocks[own] = block_params(module, layer)
+        others["params"][f"{BLOCK}{layer}"] = blocks[own]
+    return others
 
 
 def cast_params(params: Any, dtype: Any) -> Any:

@@ -24,7 +24,7 @@ from models.layers import (
     RMSNorm,
     embedding_lookup,
 )
-from models.linear import Projection, products, project
+from models.linear import Projection, packed_param, packed_rows, products, project
 from models.positions import (
     ALIBI_COLUMNS,
     ALIBI_POSITIONS,
@@ -36,8 +36,9 @@ from models.positions import (
     local_slopes,
     rotate_by,
 )
-from models.quantized import WeightFormat
+from models.quantized import BLOCK, PackedWeights, Weights, format_of, within
 from pallas_kernels.cpu.linear import Matrix
+from pallas_kernels.cpu.packed import OUTPUTS, Packed
 from pallas_kernels.scores import capped
 from sharding import (
     EMBED,
@@ -59,7 +60,6 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {  # by Hugging Face's names
     "gelu_new": _gelu_tanh,
     "gelu_pytorch_tanh": _gelu_tanh,
 }
-BLOCK = "layers_"  # followed by the layer index: the name of a block's parameters
 NORMS: dict[str, Any] = {
     "rms": RMSNorm,
     "rms_plus_one": functools.partial(RMSNorm, plus_one=True),
@@ -333,12 +333,16 @@ class DecoderConfig:
         return first * others[0] if self.gated else first
 
 
-def of_layers(config: Any, layers: Sequence[int]) -> Any:
-    """Returns the config of a model that has some layers of another, or of an own decoder."""
+def of_layers(module: nn.Module, layers: Sequence[int]) -> nn.Module:
+    """Returns the module of a model that has some layers of another, or of an own decoder."""
     changes: dict[str, Any] = {"num_layers": len(layers)}
-    if full := getattr(config, "full_layers", ()):
+    if full := getattr(module.config, "full_layers", ()):
         changes["full_layers"] = tuple(i for i, layer in enumerate(layers) if layer in full)
-    return dataclasses.replace(config, **changes)
+    module = module.clone(config=dataclasses.replace(module.config, **changes))
+    weights = getattr(module, "weights", None)
+    if not isinstance(weights, PackedWeights):
+        return module
+    return module.clone(weights=weights.of_layers(layers))
 
 
 class Attention(nn.Module):
@@ -347,7 +351,7 @@ class Attention(nn.Module):
     config: DecoderConfig
     dtype: Any
     split: Split = Split()
-    weights: WeightFormat | None = None
+    weights: Weights = None
     backend: str | None = None
 
     @nn.compact
@@ -356,14 +360,17 @@ class Attention(nn.Module):
         heads = ((c.num_heads // self.split.shards, HEADS), (c.head_dim, HEAD_DIM))
         kv_heads = ((c.num_kv_heads // self.split.kv_shards, KV_HEADS), (c.head_dim, HEAD_DIM))
         embed = ((c.hidden_size, EMBED),)
-        projection = functools.partial(
-            Projection, dtype=self.dtype, weights=self.weights, backend=self.backend
-        )
+
+        def projection(inputs, outputs, use_bias, name, **options):
+            form = format_of(self.weights, name)
+            options |= dict(dtype=self.dtype, weights=form, backend=self.backend)
+            return Projection(inputs, outputs, use_bias, name=name, **options)
+
         q, k, v = project(
             x,
-            projection(embed, heads, c.qkv_bias, name="q"),
-            projection(embed, kv_heads, c.qkv_bias, name="k"),
-            projection(embed, kv_heads, c.qkv_bias, name="v"),
+            projection(embed, heads, c.qkv_bias, "q"),
+            projection(embed, kv_heads, c.qkv_bias, "k"),
+            projection(embed, kv_heads, c.qkv_bias, "v"),
         )
         if c.qk_norm:
             settings = c.head_dim, c.norm_eps, self.dtype, HEAD_DIM, self.backend
@@ -389,7 +396,7 @@ class Attention(nn.Module):
             options["sinks"] = self.param("sinks", sinks, heads[0][:1], self.dtype)
         out, aux = attend(q, k, v, **options)
         out = out[..., : c.head_dim]
-        out = projection(heads, embed, c.out_bias, axis_names=self.split.axes, name="out")(out)
+        out = projection(heads, embed, c.out_bias, "out", axis_names=self.split.axes)(out)
         return out, aux
 
 
@@ -399,7 +406,7 @@ class FeedForward(nn.Module):
     config: DecoderConfig
     dtype: Any
     split: Split = Split()
-    weights: WeightFormat | None = None
+    weights: Weights = None
     backend: str | None = None
 
     @nn.compact
@@ -407,16 +414,15 @@ class FeedForward(nn.Module):
         c = self.config
         embed = ((c.hidden_size, EMBED),)
         hidden = ((c.intermediate_size // self.split.shards, MLP),)
-        projection = functools.partial(
-            Projection,
-            use_bias=c.mlp_bias,
-            dtype=self.dtype,
-            weights=self.weights,
-            backend=self.backend,
-        )
-        matrices = [projection(embed, hidden, name=name) for name in ("gate", "up")[not c.gated :]]
+
+        def projection(inputs, outputs, name, **options):
+            form = format_of(self.weights, name)
+            options |= dict(dtype=self.dtype, weights=form, backend=self.backend)
+            return Projection(inputs, outputs, c.mlp_bias, name=name, **options)
+
+        matrices = [projection(embed, hidden, name) for name in ("gate", "up")[not c.gated :]]
         x = c.activate(*project(x, *matrices))
-        return projection(hidden, embed, axis_names=self.split.axes, name="down")(x)
+        return projection(hidden, embed, "down", axis_names=self.split.axes)(x)
 
 
 class MixtureOfExperts(nn.Module):
@@ -425,7 +431,7 @@ class MixtureOfExperts(nn.Module):
     config: DecoderConfig
     dtype: Any
     split: Split = Split()
-    weights: WeightFormat | None = None
+    weights: Weights = None
     backend: str | None = None
 
     @nn.compact
@@ -460,7 +466,7 @@ class Block(nn.Module):
     config: DecoderConfig
     dtype: Any
     split: Split = Split()
-    weights: WeightFormat | None = None
+    weights: Weights = None
     backend: str | None = None
 
     @nn.compact
@@ -471,10 +477,12 @@ class Block(nn.Module):
             settings = c.hidden_size, c.norm_eps, self.dtype, EMBED, self.backend
             return NORMS[c.norm](*settings, name=name)
 
-        settings = c, self.dtype, self.split, self.weights, self.backend
-        attention = Attention(*settings, name="attention")
-        kind = FeedForward if c.num_experts is None else MixtureOfExperts
-        mlp = kind(*settings, name="mlp")
+        def part(kind: type[nn.Module], name: str) -> nn.Module:
+            weights = within(self.weights, name)
+            return kind(c, self.dtype, self.split, weights, self.backend, name=name)
+
+        attention = part(Attention, "attention")
+        mlp = part(FeedForward if c.num_experts is None else MixtureOfExperts, "mlp")
         if not c.norm_before:
             out, aux = attention(x, positions, attend, slides)
             x = norm("attention_norm")(x + out)
@@ -489,13 +497,21 @@ class Block(nn.Module):
         return x + (norm("mlp_output_norm")(out) if c.norm_after else out), aux
 
 
-def layer_module(module: nn.Module) -> Block:
-    """Returns the module of a single layer of a decoder.
+def layer_module(module: nn.Module, layer: int = 0) -> Block:
+    """Returns the module of a layer of a decoder; modules of layers in the same formats are equal.
 
     Its parameters are `params["params"]["layers_<i>"]`.
     """
-    settings = module.config, module.dtype, module.split, module.weights, module.backend
-    return Block(*settings, parent=None)
+    weights = within(module.weights, f"{BLOCK}{layer}")
+    return Block(module.config, module.dtype, module.split, weights, module.backend, parent=None)
+
+
+def output_matrix(module: nn.Module, params: dict[str, Any]) -> Array | Packed:
+    """Returns the matrix [V, E] that gives the logits of a decoder."""
+    name = "embedding" if module.config.tie_embeddings else "unembedding"
+    matrix, weights = params["params"][name], getattr(module, "weights", None)
+    kind = weights.type_of(name) if isinstance(weights, PackedWeights) else None
+    return matrix if kind is None else Packed(matrix, kind, (OUTPUTS * matrix.shape[0],))
 
 
 @functools.partial(jax.jit, static_argnames=("block", "slides"))
@@ -522,14 +538,15 @@ class Decoder(nn.Module):
       dtype: of parameters and activations; norms and logits use at least float32.
       split: the division over devices. With several shards the module runs inside `jax.shard_map`,
         on this device's part of the parameters, and returns its part of the logits.
-      weights: the format of the blocks' matrices; None: not quantized.
+      weights: the format of the blocks' matrices, or the types of packed matrices; None: not
+        quantized.
       backend: of the products; None: the native kernels on a CPU that has them.
     """
 
     config: DecoderConfig
     dtype: Any = jnp.float32
     split: Split = Split()
-    weights: WeightFormat | None = None
+    weights: Weights = None
     backend: str | None = None
 
     def setup(self):
@@ -538,7 +555,14 @@ class Decoder(nn.Module):
         normal = nn.initializers.normal(0.02)
         init = nn.with_logical_partitioning(normal, (VOCAB, axis))
         shape = (c.embedding_rows // self.split.shards, width)
-        self.embedding = self.param("embedding", init, shape, self.dtype)
+
+        def tokens_by_width(name: str) -> Array | Packed:
+            form = self.weights.type_of(name) if isinstance(self.weights, PackedWeights) else None
+            if form is None:
+                return self.param(name, init, shape, self.dtype)
+            return packed_param(self, name, form, ((shape[0], VOCAB),), ((width, axis),))
+
+        self.embedding = tokens_by_width("embedding")
         if isinstance(c.positions, LearnedPositions):
             rows = nn.with_logical_partitioning(normal, (None, EMBED))
             table = (c.max_positions + c.positions.offset, c.hidden_size)
@@ -550,12 +574,12 @@ class Decoder(nn.Module):
             )
             self.project_in, self.project_out = projection(outer, inner), projection(inner, outer)
         if self.is_initializing():  # later, `block` applies each layer's parameters
-            self.layers = [layer_module(self) for _ in range(c.num_layers)]
+            self.layers = [layer_module(self, layer) for layer in range(c.num_layers)]
         if c.final_norm:
             norm = c.hidden_size, c.norm_eps, self.dtype, EMBED, self.backend
             self.norm = NORMS[c.norm](*norm)
         if not c.tie_embeddings:
-            self.unembedding = self.param("unembedding", init, shape, self.dtype)
+            self.unembedding = tokens_by_width("unembedding")
         if c.draft_vocab_size is not None:
             zeros = nn.with_logical_partitioning(nn.initializers.zeros, (None,))
             self.vocab_map = self.param("vocab_map", zeros, (c.vocab_size,), jnp.int32)
@@ -595,7 +619,10 @@ class Decoder(nn.Module):
         c = self.config
         if c.draft_vocab_size is not None:
             tokens = self.vocab_map[tokens]
-        x = embedding_lookup(self.embedding, tokens, self.split)
+        if isinstance(self.embedding, Packed):
+            x = packed_rows(self.embedding, tokens, self.backend).astype(self.dtype)
+        else:
+            x = embedding_lookup(self.embedding, tokens, self.split)
         if c.scale_embeddings:
             x = x * jnp.asarray(c.hidden_size**0.5, x.dtype)
         if c.embedding_size is not None:
@@ -614,7 +641,7 @@ class Decoder(nn.Module):
             return self.layers[layer](*arguments)
         params = self.get_variable("params", f"{BLOCK}{layer}")
         with jax.named_scope(f"layer_{layer}"):
-            return apply_block(layer_module(self), params, *arguments)
+            return apply_block(layer_module(self, layer), params, *arguments)
 
     def unembed(self, hidden: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
         """Returns the logits of hidden states, at least float32.
@@ -634,6 +661,7 @@ class Decoder(nn.Module):
         x = self.norm(hidden) if c.final_norm else hidden
         x = self.project_out(x) if c.embedding_size is not None else x
         wide = jnp.promote_types(self.dtype, jnp.float32)
-        (logits,) = products(x, [Matrix(weight)], 1, self.backend, wide)
+        matrix = weight if isinstance(weight, Packed) else Matrix(weight)
+        (logits,) = products(x, [matrix], 1, self.backend, wide)
         logits = capped(logits, c.logits_softcap)
         return logits if c.draft_vocab_size is None else logits.at[..., -1].set(NEVER)

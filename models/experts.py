@@ -138,6 +138,7 @@ class _Map(NamedTuple):
     def of(cls, projection: Projection) -> "_Map":
         """Returns the parameters of a projection, outside of the loop that uses them."""
         bias = projection.bias if projection.use_bias else None
+        assert isinstance(projection.matrix, Matrix)  # experts are never packed
         return cls(projection.matrix, bias, projection.backend)
 
 

@@ -26,7 +26,7 @@ from models.families import FAMILIES
 from models.hf_config import write_config
 from models.hf_tensors import UNEMBEDDING, Tensor
 from models.huggingface import INDEX, QUANTIZATION, SINGLE, parameter_shapes
-from models.quantized import WeightFormat
+from models.quantized import PackedWeights, WeightFormat
 from models.quantized_checkpoints import Matrix, pack
 
 
@@ -54,7 +54,8 @@ def save_checkpoint(
 
     Raises FileExistsError if `path` exists and `overwrite` is False, and ValueError if the
     parameters are not the module's, its family cannot express its config, or matrices are quantized
-    and have zero points that are not integers (GGUF files) or are transposed in the family (GPT-2).
+    and are in types of GGUF files, have zero points that are not integers, or are transposed in the
+    family (GPT-2).
     """
     path = pathlib.Path(path)
     if path.exists() and not overwrite:
@@ -64,6 +65,11 @@ def save_checkpoint(
             f"quantized matrices of family={module.config.family!r} cannot be written: the family "
             "stores them transposed, which compressed-tensors does not read; load the model with "
             "weights='none' to save it"
+        )
+    if isinstance(module.weights, PackedWeights):
+        raise ValueError(
+            f"matrices in {module.weights} cannot be written: Hugging Face's format does not have "
+            "these types; load the model with weights='none' to save it"
         )
     values = _named_params(module, params)
     special = {

@@ -17,14 +17,15 @@ import ml_dtypes
 import numpy as np
 import safetensors
 
-from models.build import BLOCK
 from models.decoder import DecoderConfig
 from models.families import FAMILIES
 from models.positions import LearnedPositions
+from models.quantized import BLOCK
 
 # Buffers that some versions save; they follow from the config.
 IGNORED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|masked_bias|attn\.bias|decoder\.version)")
 UNEMBEDDING = "lm_head.weight"
+GGUF_INDEX = "gguf_index.json"  # of a GGUF file's tensors, in a directory without weights
 DTYPES = {"F16": np.float16, "BF16": ml_dtypes.bfloat16, "F32": np.float32, "F64": np.float64}
 QUANTIZED = {"I8": np.int8, "U8": np.uint8, "I64": np.int64, "F8_E4M3": ml_dtypes.float8_e4m3fn}
 STORED = DTYPES | QUANTIZED | {"I32": np.int32}  # integers keep their dtype
@@ -149,6 +150,13 @@ class Tensor:
         """Whether it is a matrix of a block, which `weights` quantizes; routers are not."""
         in_block = self.path[0].startswith(BLOCK)
         return bool(self.inputs) and in_block and "router" not in self.path
+
+    @property
+    def matrix(self) -> str | None:
+        """The path of a matrix that can be packed, as in `PackedWeights`; None: another tensor."""
+        if self.is_block_matrix:
+            return "/".join(self.path[:-1])
+        return self.path[0] if self.path in (("embedding",), ("unembedding",)) else None
 
     def part_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of the part of a parameter that the tensor has."""

@@ -15,7 +15,7 @@ import os
 import pathlib
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -26,7 +26,7 @@ import numpy as np
 import safetensors
 
 from models import eagle_checkpoints
-from models.build import BLOCK, ShardingFn, abstract_params, build
+from models.build import ShardingFn, abstract_params, build
 from models.decoder import DecoderConfig
 from models.eagle import EagleConfig
 from models.eagle_checkpoints import tensors_of
@@ -34,6 +34,7 @@ from models.families import FAMILIES, TEXT_DECODERS
 from models.hf_config import check_type, drafter_head, read_config, text_decoder
 from models.hf_tensors import (
     DTYPES,
+    GGUF_INDEX,
     IGNORED,
     UNEMBEDDING,
     Stored,
@@ -41,7 +42,15 @@ from models.hf_tensors import (
     mapped_tensors,
     read_tensor,
 )
-from models.quantized import WeightFormat, parse_weights, quantize, rounded_format
+from models.quantized import (
+    BLOCK,
+    PackedWeights,
+    WeightFormat,
+    Weights,
+    parse_weights,
+    quantize,
+    rounded_format,
+)
 from models.quantized_checkpoints import (
     Matrix,
     QuantizationConfig,
@@ -56,10 +65,13 @@ from models.quantized_checkpoints import (
     read_quantization_config,
     with_smaller_groups,
 )
+from pallas_kernels.cpu import build as cpu_build
+from pallas_kernels.cpu.packed import FLOATS
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 QUANTIZATION = "quantization_config"
+PACKED_DTYPES = tuple(map(np.dtype, FLOATS))
 # Names of tensors in models that also read images: in the text decoder, and elsewhere.
 OF_TEXT = re.compile(r"^(?:model\.)?language_model\.")
 OF_IMAGES = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector)\.")
@@ -125,6 +137,7 @@ def load_checkpoint(
     weights: str | WeightFormat | None = None,
     sharding_of: ShardingFn | None = None,
     lazy_blocks: bool = False,
+    packed: bool = True,
 ) -> Checkpoint:
     """Returns the model in a directory of Hugging Face format.
 
@@ -139,6 +152,9 @@ def load_checkpoint(
         only its part. None: the default device.
       lazy_blocks: do not read the blocks. `Checkpoint.read_block` reads and quantizes one of them;
         matrices that it does not quantize are memory-mapped, in the files' dtype.
+      packed: whether matrices of a GGUF file stay in its types on a CPU with the native kernels,
+        which round activations to 8 bits. With another format, a sharding or lazy blocks they do
+        not, and become integers with float32 scales if all matrices of blocks can.
 
     Raises FileNotFoundError for missing files, and ValueError for pickled weights, an unsupported
     config or dtype, and missing, unexpected or wrongly shaped tensors, which it lists.
@@ -154,8 +170,13 @@ def load_checkpoint(
             "dtype=float64 needs 64-bit mode, or JAX would round to float32: call "
             'jax.config.update("jax_enable_x64", True), or pass dtype="float32"'
         )
-    module = build(config, dtype, _format(config, quantization, stored, parse_weights(weights)))
-    read = _parameter_reader(module, quantization)
+    form: Weights = None
+    if packed and weights is None and sharding_of is None and not lazy_blocks:
+        form = _packed(path, config, dtype)
+    if form is None:
+        form = _format(config, quantization, stored, parse_weights(weights))
+    module = build(config, dtype, form)
+    read = _parameter_reader(module, quantization, path)
     params = _read_params(module, stored, read, sharding_of, lazy_blocks)
     read_block = functools.partial(_read_block, stored, read)
     return Checkpoint(module, params, read_block, **special_tokens(path))
@@ -185,19 +206,41 @@ def is_quantized(path: str | os.PathLike) -> bool:
 
 
 def weight_format(
-    path: str | os.PathLike, weights: str | WeightFormat | None = None
-) -> WeightFormat | None:
+    path: str | os.PathLike,
+    weights: str | WeightFormat | None = None,
+    dtype: Any = None,
+    *,
+    packed: bool = True,
+) -> Weights:
     """Returns the format of the blocks' matrices that `load_checkpoint` returns.
 
     Args:
-      path, weights: as for `load_checkpoint`.
+      path, weights, dtype: as for `load_checkpoint`.
+      packed: as for `load_checkpoint`, without `sharding_of` and `lazy_blocks`.
 
     Raises as `load_checkpoint`. Reads only config.json if the checkpoint is not quantized.
     """
     path, form = pathlib.Path(path), parse_weights(weights)
+    if form is None and packed:
+        own = _packed(path, load_config(path), jnp.dtype(dtype or np.float32))
+        if own is not None:
+            return own
     if not is_quantized(path):
         return rounded_format(form)
     return _format(*_open(path), form)
+
+
+def _packed(path: pathlib.Path, config: DecoderConfig, dtype: Any) -> PackedWeights | None:
+    """Returns the types of the matrices that stay as in a GGUF file, None if none do."""
+    if (
+        not (path / GGUF_INDEX).is_file()
+        or dtype not in PACKED_DTYPES
+        or not cpu_build.is_default()
+    ):
+        return None
+    from models.gguf import files as gguf_files  # imports the packages gguf and tokenizers
+
+    return gguf_files.packed_types(path, config)
 
 
 def load_config(path: str | os.PathLike) -> DecoderConfig:
@@ -339,6 +382,12 @@ def _tensors_in(path: pathlib.Path) -> dict[str, Stored]:
 
 def _scan(path: pathlib.Path, config: DecoderConfig) -> dict[str, Stored]:
     """Returns all tensors by full name; reads only the files' headers."""
+    if (path / GGUF_INDEX).is_file():
+        from models.gguf import files as gguf_files
+
+        weights = gguf_files.weights_of(path, config).items()
+        parts = (part for name, weight in weights for part in weight.shapes(name).items())
+        return {name: Stored(path / GGUF_INDEX, name, *entry) for name, entry in parts}
     _weight_files(path)  # raises if there are none
     stored = _tensors_in(path)
     if isinstance(config, EagleConfig):
@@ -353,9 +402,7 @@ def _scan(path: pathlib.Path, config: DecoderConfig) -> dict[str, Stored]:
 
 
 @functools.lru_cache(maxsize=8)  # tracing a model of 80 layers is slow
-def parameter_shapes(
-    config: DecoderConfig, weights: WeightFormat | None
-) -> dict[tuple[str, ...], Any]:
+def parameter_shapes(config: DecoderConfig, weights: Weights) -> dict[tuple[str, ...], Any]:
     """Returns boxes with shape and logical axes of every parameter, by path."""
     boxed = abstract_params(build(config, weights=weights))["params"]
     return flax.traverse_util.flatten_dict(boxed)
@@ -508,7 +555,8 @@ def _read_params(
     def put(read_in_a_thread: concurrent.futures.Future) -> None:
         for found in read_in_a_thread.result():
             for path, values in found.items():
-                dtype = values.dtype if values.dtype == np.int32 or len(found) > 1 else module.dtype
+                is_integer = values.dtype in (np.int32, np.uint8)  # of a map, or packed
+                dtype = values.dtype if is_integer or len(found) > 1 else module.dtype
                 flat[path] = _put(values, dtype, sharding_of and sharding_of(boxes[path].names))
 
     wanted = (
@@ -559,13 +607,30 @@ def _read_parameter(tensors: list[_Found], read: _Read) -> dict[tuple[str, ...],
     }
 
 
-def _parameter_reader(module: nn.Module, quantization: QuantizationConfig | None) -> _Read:
+def _parameter_reader(
+    module: nn.Module, quantization: QuantizationConfig | None, path: pathlib.Path
+) -> _Read:
     """Returns a function that returns the parameters of a tensor on the host, by path.
 
-    A matrix of a block has several if the module is quantized.
+    A matrix of a block has several if the module is quantized, unless it is packed.
     """
-    shapes, mapped = parameter_shapes(module.config, None), functools.cache(mapped_tensors)
-    of_thread = threading.local()
+    shapes, of_thread = parameter_shapes(module.config, None), threading.local()
+    is_packed = isinstance(module.weights, PackedWeights)
+
+    @functools.cache
+    def mapped(file: pathlib.Path) -> Mapping[str, np.ndarray]:
+        if file.name != GGUF_INDEX:
+            return mapped_tensors(file)
+        from models.gguf import files as gguf_files
+
+        return gguf_files.MappedTensors(gguf_files.weights_of(path, module.config))
+
+    def packed_matrix(tensor: Tensor) -> dict[tuple[str, ...], np.ndarray]:
+        from models.gguf import files as gguf_files
+
+        weight = gguf_files.weights_of(path, module.config)[tensor.name]
+        assert isinstance(weight, gguf_files.Weight)
+        return {tensor.path: weight.packed(tensor.fused)}
 
     def unpacked(tensor: Tensor, places: dict[str, Stored]) -> Matrix:
         # A fused matrix is unpacked once for adjacent parameters.
@@ -582,7 +647,9 @@ def _parameter_reader(module: nn.Module, quantization: QuantizationConfig | None
     def read(tensor: Tensor, where: _Place) -> dict[tuple[str, ...], np.ndarray]:
         whole, inputs = shapes[tensor.path].value.shape, tensor.inputs
         shape = tensor.part_shape(whole)
-        form = module.weights if tensor.is_block_matrix else None
+        if is_packed and tensor.matrix and module.weights.type_of(tensor.matrix):
+            return packed_matrix(tensor)
+        form = module.weights if tensor.is_block_matrix and not is_packed else None
         found = None
         if isinstance(where, Stored):
             values = tensor.to_parameter(mapped(where.file)[where.name], whole)
@@ -614,7 +681,8 @@ def _put(values: np.ndarray, dtype: Any, sharding: jax.sharding.Sharding | None)
     Without a copy JAX may alias the memory map: later writes to the file would change the model.
     """
     if sharding is None:
-        return jnp.array(values, dtype)
+        is_packed = values.dtype == np.uint8  # in memory of its own, which JAX keeps
+        return jax.device_put(values) if is_packed else jnp.array(values, dtype)
 
     def part(index):
         return np.array(values[index], dtype, order="C")

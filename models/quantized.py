@@ -9,7 +9,7 @@ in checkpoints that others have quantized.
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -20,6 +20,7 @@ from jaxtyping import Array
 DTYPES = {4: jnp.int4, 8: jnp.int8}
 NONE: Literal["none"] = "none"  # dequantize a quantized checkpoint
 INT4_GROUP = 128  # of the format "int4"
+BLOCK = "layers_"  # before the index of a layer, in the names of parameters
 FORMATS = "'int8', 'int4', or either with a group, such as 'int4:32'"
 
 
@@ -118,6 +119,62 @@ class WeightFormat:
                     f"weights={str(self)!r}: groups of {self.group} do not divide the {where}: "
                     f"use {' or '.join(fits) or f'{self._kind}:{common}'}"
                 )
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedWeights:
+    """The types of a GGUF file's matrices that are packed for the CPU kernels.
+
+    Attributes:
+      types: (path below "params", name in `pallas_kernels.cpu.packed.FORMATS`) of each matrix, such
+        as ("layers_0/attention/q", "Q4_K"); matrices without a type are floating-point.
+    """
+
+    types: tuple[tuple[str, str], ...]
+
+    def type_of(self, name: str) -> str | None:
+        """Returns the type of a matrix, None if it is not packed."""
+        return dict(self.types).get(name)
+
+    def within(self, name: str) -> "PackedWeights":
+        """Returns the types of the matrices of a submodule."""
+        prefix = f"{name}/"
+        return PackedWeights(
+            tuple((x.removeprefix(prefix), t) for x, t in self.types if x.startswith(prefix))
+        )
+
+    def of_layers(self, layers: Sequence[int]) -> "PackedWeights":
+        """Returns the types of a model that has some layers of another."""
+        others = tuple((x, t) for x, t in self.types if not x.startswith(BLOCK))
+        chosen = (
+            (f"{BLOCK}{i}/{x}", t)
+            for i, layer in enumerate(layers)
+            for x, t in self.within(f"{BLOCK}{layer}").types
+        )
+        return PackedWeights((*others, *chosen))
+
+    def check(self, inputs: Mapping[str, int], shards: int = 1) -> None:
+        """Raises ValueError, because a mesh cannot divide packed matrices."""
+        raise ValueError(
+            f"matrices in {self} are packed for the CPU kernels of one device: load the model with "
+            "the mesh, or with activations='float'"
+        )
+
+    def __str__(self) -> str:
+        return "+".join(sorted({kind for _, kind in self.types}))
+
+
+Weights = WeightFormat | PackedWeights | None  # the formats of a module's matrices
+
+
+def within(weights: Weights, name: str) -> Weights:
+    """Returns the formats of the matrices of a submodule."""
+    return weights.within(name) if isinstance(weights, PackedWeights) else weights
+
+
+def format_of(weights: Weights, name: str) -> WeightFormat | str | None:
+    """Returns the format of a matrix of a block, a text if it is packed."""
+    return weights.type_of(name) if isinstance(weights, PackedWeights) else weights
 
 
 def parse_weights(

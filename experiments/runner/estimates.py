@@ -76,7 +76,7 @@ def _seconds(cell: grid.Cell, target: Sizes, on_gpu: bool, chooses: bool) -> flo
 
 @functools.cache
 def _sizes(source: str, dtype: str, weights: str | None = None, offload: bool = False) -> Sizes:
-    module = skeleton(source, dtype, weights=weights).module
+    module = skeleton(source, dtype, weights=weights, offload=offload).module
     return cost_model.sizes_of(module.config, dtype, source, offload, module.weights)
 
 

@@ -179,7 +179,7 @@ def _read_chunk(model, cache, tokens, *, in_float32):
 
 
 def _float32(model: Any) -> Any:
-    """Returns the model with the same weights, but activations in float32."""
+    """Returns the model with the same weights, but activations in float32 between products."""
     # Products of 16-bit blocks with float32 activations are in float32.
     params = models.cast_params(model.params, jnp.float32)
     return dataclasses.replace(model, module=model.module.clone(dtype=jnp.float32), params=params)

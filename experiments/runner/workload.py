@@ -90,7 +90,7 @@ class Bench:
         devices = cell.devices
         if devices and (devices.shape["stage"] > 1 or jax.process_count() > 1):
             form = cell.storage["weights"] if directory == cell.target else None
-            stored = weight_format(directory, form)
+            stored = weight_format(directory, form, cell.dtype, packed=True)
             sizes = cost_model.sizes_of(config_of(directory), cell.dtype, weights=stored)
             needed = sizes.weight_bytes + sizes.itemsize * sizes.tables
             size = offloading.device_memory() or offloading.free_host_memory() or math.inf

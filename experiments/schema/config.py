@@ -102,8 +102,8 @@ class Experiment(Strict):
     results: str = "results"
     """Parent of the folders of results."""
     target: str = setting("experiments/zoo/target")
-    """The target: a directory, OWNER/NAME on the Hugging Face Hub, a GGUF file, a name that
-    `magicjax fetch` lists, or a preset."""
+    """The target: a directory, OWNER/NAME or OWNER/NAME:Q4_K_M on the Hugging Face Hub, a GGUF
+    file, a name that `magicjax fetch` lists, or a preset."""
     dtype: Literal["float32", "bfloat16"] = setting("float32")
     """Type of weights, activations and caches; exactness is guaranteed in float32."""
     target_weights: Annotated[str, AfterValidator(_weights)] = setting("")

@@ -14,15 +14,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import models
 from magicjax.benchmarks.tables import record_table
 from magicjax.loading import load
 from magicjax.model import DTYPES, Model
 from models.linear import products
+from models.quantized import PackedWeights
 from pallas_kernels import choose_backend
 from pallas_kernels.benchmarks.bandwidth import read_bandwidth
 from pallas_kernels.benchmarks.bench import write_json
 from pallas_kernels.benchmarks.timing import fastest_seconds
 from pallas_kernels.cpu.linear import Matrix
+from pallas_kernels.cpu.packed import OUTPUTS, Packed
 from sharding import array_bytes
 
 # Matrices with the same input, and its number of axes.
@@ -34,16 +37,24 @@ FUSED = (
 )
 
 
-def groups_of(model: Model) -> list[list[Matrix]]:
+def groups_of(model: Model) -> list[list[Matrix | Packed]]:
     """Returns the matrices of a pass, [outputs, inputs]; those of a group have the same input."""
+    weights = model.module.weights
+
+    def matrix_of(path: str, found: Any, axes: int) -> Matrix | Packed:
+        if not isinstance(weights, PackedWeights) or not (kind := weights.type_of(path)):
+            return flat_matrix(found, axes)
+        return Packed(found["weight"], kind, (OUTPUTS * len(found["weight"]),))
+
     params, groups = model.params["params"], []
     for layer in range(model.config.num_layers):
         block = params[f"layers_{layer}"]
         for part, names, axes in FUSED:
-            parts = [block[part][name] for name in names if name in block[part]]
-            groups.append([flat_matrix(found, axes) for found in parts])
-    output = "embedding" if model.config.tie_embeddings else "unembedding"
-    return [*groups, [Matrix(params[output])]]
+            found = {name: block[part][name] for name in names if name in block[part]}
+            prefix = f"layers_{layer}/{part}"
+            groups.append([matrix_of(f"{prefix}/{n}", x, axes) for n, x in found.items()])
+    output = models.output_matrix(model.module, model.params)
+    return [*groups, [output if isinstance(output, Packed) else Matrix(output)]]
 
 
 def flat_matrix(found: dict[str, jax.Array], axes: int) -> Matrix:
@@ -55,11 +66,13 @@ def flat_matrix(found: dict[str, jax.Array], axes: int) -> Matrix:
     return Matrix(weight.reshape(-1, inputs), *parts)
 
 
-def chained(groups: Sequence[Sequence[Matrix]], x: jax.Array, backend: str) -> jax.Array:
+def chained(groups: Sequence[Sequence[Matrix | Packed]], x: jax.Array, backend: str) -> jax.Array:
     """Returns a number that depends on the products of all groups, one after another."""
     total: Any = jnp.zeros((), jnp.float32)
     for group in groups:
-        rows = jnp.resize(x, (len(x), group[0].weight.shape[1])) + total.astype(x.dtype)
+        first = group[0]
+        inputs = first.inputs if isinstance(first, Packed) else first.weight.shape[1]
+        rows = jnp.resize(x, (len(x), inputs)) + total.astype(x.dtype)
         total = 1e-9 * sum(y.sum(dtype=jnp.float32) for y in products(rows, group, 1, backend))
     return total
 
@@ -85,15 +98,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--target", default="smollm2", help="directory, GGUF file or preset")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of activations")
-    parser.add_argument("--weights", nargs="+", default=["none", "int8", "int4:32"])
+    parser.add_argument(
+        "--weights",
+        nargs="+",
+        default=["none", "int8", "int4:32"],
+        help='formats of `magicjax.load`; "stored": those of the file',
+    )
+    parser.add_argument("--no-xla", action="store_true", help="time only the native kernels")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 3, 4, 5, 8, 16])
     parser.add_argument("--repeats", type=int, default=9, help="timings; the shortest counts")
     parser.add_argument("--out", help="write the results to this JSON file")
     options = parser.parse_args(arguments)
     bandwidth, records = read_bandwidth(), []
-    backends = list(dict.fromkeys([choose_backend(), "xla"]))
+    backends = list(dict.fromkeys([choose_backend(), *["xla"] * (not options.no_xla)]))
     for weights in options.weights:
-        model = load(options.target, options.dtype, weights=weights)
+        form = None if weights == "stored" else weights
+        model = load(options.target, options.dtype, weights=form)
         for rows in options.rows:
             cell = {"dtype": options.dtype, "weights": weights, "rows": rows}
             measured = measure(model, rows, backends, options.repeats)

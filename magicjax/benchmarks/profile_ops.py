@@ -32,7 +32,8 @@ CLASSES = ("attention", "matrix products", "other")
 MAX_EVENTS = 1_000_000  # XLA drops later events of a trace in JSON
 # Names of kernels and library calls that multiply matrices.
 PRODUCT = re.compile(
-    r"gemm|cublas|cutlass|nvjet|matmul|xmma|\bdot\b|dot_general|magicjax_linear", re.IGNORECASE
+    r"gemm|cublas|cutlass|nvjet|matmul|xmma|\bdot\b|dot_general|magicjax_(packed_)?linear",
+    re.IGNORECASE,
 )
 ATTENTION_KERNEL = re.compile(r"mosaic", re.IGNORECASE)
 

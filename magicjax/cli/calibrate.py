@@ -197,6 +197,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     options.add_weights(parser)
+    options.add_activations(parser)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--context", type=token_count, nargs="+", default=[1024, 4096, 8192])
     parser.add_argument(
@@ -227,6 +228,7 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.target,
         dtype=arguments.dtype,
         weights=arguments.weights,
+        activations=arguments.activations,
         offload=arguments.offload,
     )
     deepest = max(*arguments.nodes, arguments.gamma + 1)

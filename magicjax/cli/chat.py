@@ -106,6 +106,7 @@ def add(commands: Any) -> None:
     )
     options.add_backend(parser)
     options.add_weights(parser)
+    options.add_activations(parser)
     parser.add_argument(
         "--verbose", action="store_true", help="log compilations and the size of the caches"
     )
@@ -133,7 +134,8 @@ def run(arguments: argparse.Namespace) -> None:
     adaptive = bool(drafters) and not arguments.no_adaptive
     config = _engine_config(arguments, least, adaptive)
     dtype = options.default_dtype(arguments.backend)
-    load = functools.partial(text.unloaded, dtype=arguments.dtype or dtype)
+    own: Any = dict(dtype=arguments.dtype or dtype, packed=arguments.activations == "int8")
+    load = functools.partial(text.unloaded, **own)
     drafter, tree = drafting.speculation(drafters, arguments.tree, load)
     target = text.unloaded_target(arguments, tokenizer, dtype)
     engine = magicjax.Engine(target, drafter, tree, config)

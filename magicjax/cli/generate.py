@@ -88,6 +88,7 @@ def add(commands: Any) -> None:
         "single prompt requires data=1",
     )
     options.add_weights(parser)
+    options.add_activations(parser)
     parser.add_argument(
         "--verbose", action="store_true", help="log compilations and the size of the caches"
     )
@@ -320,7 +321,10 @@ def speculation(
     arguments: argparse.Namespace,
 ) -> "tuple[Drafter | magicjax.Auto | None, Tree | None]":
     """Returns (drafter, tree) for `magicjax.stream`, with draft models without weights."""
-    load = functools.partial(text.unloaded, dtype=arguments.dtype, shards=arguments.draft_shards)
+    options: Any = dict(
+        shards=arguments.draft_shards, packed=arguments.activations == "int8" and not arguments.mesh
+    )
+    load = functools.partial(text.unloaded, dtype=arguments.dtype, **options)
     if AUTO not in arguments.drafter:
         return drafting.speculation(arguments.drafter, arguments.tree, load)
     candidates = [make_drafter(candidate, load) for candidate in arguments.candidate]

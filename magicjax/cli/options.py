@@ -9,13 +9,13 @@ from typing import Any
 import jax
 
 from magicjax.drafters.spec import DRAFTER_SYNTAX, parse_all, parse_trees
-from magicjax.loading import config_of
+from magicjax.loading import ACTIVATIONS, config_of
 from models import parse_weights
 from pallas_kernels.cpu import build
 
 AUTO = "auto"
 NONE = "none"
-SOURCE = "directory, OWNER/NAME on the Hugging Face Hub, GGUF file or preset"
+SOURCE = "directory, OWNER/NAME or OWNER/NAME:Q4_K_M on the Hugging Face Hub, GGUF file or preset"
 # CPU instructions with which XLA multiplies bfloat16, as Linux names them on x86 and Arm: bfloat16
 # against float32 takes 3.2 and 6.9 s for the prefill of 2,048 tokens, 90 and 148 ms for a round of
 # prompt lookup with chain:4, and 103 and 108 ms for a plain step (SmolLM2-135M, two shared cores of
@@ -77,6 +77,17 @@ def add_weights(parser: Any) -> None:
         "--offload",
         action="store_true",
         help="stream the target's weights from host memory, layer by layer",
+    )
+
+
+def add_activations(parser: Any) -> None:
+    """Adds `--activations` to a command that runs or predicts a target on this machine."""
+    parser.add_argument(
+        "--activations",
+        choices=ACTIVATIONS,
+        default=ACTIVATIONS[0],
+        help="of products with the matrices of a GGUF file on a CPU: int8 keeps the file's types "
+        "and rounds activations to 8 bits, float does not",
     )
 
 

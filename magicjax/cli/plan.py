@@ -2,7 +2,9 @@
 
 import argparse
 import dataclasses
+import functools
 import json
+from collections.abc import Callable
 from typing import Any
 
 from magicjax import placement
@@ -59,6 +61,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of models and caches")
     options.add_weights(parser)
+    options.add_activations(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -71,7 +74,11 @@ def run(arguments: argparse.Namespace) -> None:
     """
     machine = machine_of(arguments)
     model = skeleton(
-        arguments.target, arguments.dtype, weights=arguments.weights, offload=arguments.offload
+        arguments.target,
+        arguments.dtype,
+        weights=arguments.weights,
+        offload=arguments.offload,
+        packed=_is_packed(arguments, machine),
     )
     target = model_sizes(model, arguments.dtype)
     cost_model.check_dtype(machine.device, arguments.dtype, arguments.device)
@@ -86,6 +93,12 @@ def run(arguments: argparse.Namespace) -> None:
         print(json.dumps(as_json(arguments, model, machine, plan, sources, times), indent=2))
     else:
         print(as_text(arguments, model, machine, plan, sources, times))
+
+
+def _is_packed(arguments: argparse.Namespace, machine: cost_model.Machine) -> bool:
+    """Returns whether matrices of GGUF files are packed on the machine."""
+    one_cpu = machine.device.name == "cpu" and machine.data * machine.model == 1
+    return arguments.activations == "int8" and one_cpu
 
 
 def machine_of(arguments: argparse.Namespace) -> cost_model.Machine:
@@ -119,27 +132,34 @@ def candidates_of(
     else:
         measured = [acceptance.from_text(source, drafter)]
     at_context = acceptance.at_context(measured, arguments.context)
+    load = functools.partial(skeleton, packed=_is_packed(arguments, machine))
     candidates = [
-        candidate(name, table, target, machine, arguments.context)
+        candidate(name, table, target, machine, arguments.context, load)
         for name, (table, _) in at_context.items()
     ]
     return candidates, {name: measured_at for name, (_, measured_at) in at_context.items()}
 
 
 def candidate(
-    name: str, table: acceptance.Table, target: Model, machine: cost_model.Machine, context: int
+    name: str,
+    table: acceptance.Table,
+    target: Model,
+    machine: cost_model.Machine,
+    context: int,
+    load: Callable[..., Model],
 ) -> planner.Candidate:
     """Returns the candidate of a drafter, whose spec is `name`, with its acceptance.
 
     Args:
       target: a skeleton, as it will be loaded.
       machine: divides the target.
+      load: of small models.
 
     Raises:
       ValueError: another vocabulary, a context that is too long, a budget that is too small, a
         target that cannot be copied, or a model that does not divide over the machine.
     """
-    drafter = make_drafter(name, skeleton)
+    drafter = make_drafter(name, load)
     # A small model that streams may read longer texts, with sink_positions=in_cache.
     streams = isinstance(getattr(drafter, "policy", None), StreamingLLM)
     drafter.check(target, chain(1), 1, 0 if streams else context)

@@ -69,6 +69,7 @@ def add_model(parser: Any) -> None:
         help="shard the target's heads, MLP and vocabulary (model) and the slots (data)",
     )
     options.add_weights(parser)
+    options.add_activations(parser)
     parser.add_argument(
         "--tool-format",
         choices=TOOL_FORMATS,

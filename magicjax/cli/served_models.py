@@ -68,7 +68,9 @@ def describe(arguments: argparse.Namespace) -> Described:
     dtype = options.default_dtype(arguments.backend)
     mesh = magicjax.make_mesh(*parse_mesh(arguments.mesh)) if arguments.mesh else None
     target = text.unloaded_target(arguments, tokenizer, dtype)
-    load = functools.partial(text.unloaded, dtype=arguments.dtype or dtype)
+    packed = mesh is None and arguments.activations == "int8"
+    own: Any = dict(dtype=arguments.dtype or dtype, packed=packed)
+    load = functools.partial(text.unloaded, **own)
     drafter, tree = drafting.speculation(drafters, arguments.tree, load)
     config = engine_config(arguments, target, bool(drafters) and not arguments.no_adaptive)
     used, row = validated(target, drafter, tree, config, mesh)

@@ -40,6 +40,7 @@ def unloaded_target(arguments: argparse.Namespace, tokenizer: Any, dtype: Any = 
         weights=arguments.weights,
         offload=arguments.offload,
         tokenizer=tokenizer,
+        packed=arguments.activations == "int8" and not getattr(arguments, "mesh", None),
     )
 
 

@@ -29,6 +29,7 @@ from magicjax.settings import Settings, StatsSpec
 from magicjax.trees.proposal import DrawMethod, Proposal
 from magicjax.trees.token_tree import ROOT_ONLY, Tree
 from models.positions import frequencies, rotate_pairs
+from pallas_kernels.cpu.packed import Packed, dequantize
 
 
 @struct.dataclass
@@ -144,7 +145,8 @@ class Eagle(Drafter):
             inner = params["params"]
             if "unembedding" not in inner:
                 rows = functools.partial(_output_rows, config, dtype=model.dtype)
-                vocab_map, of_target = inner.get("vocab_map"), target.params["params"]
+                vocab_map = inner.get("vocab_map")
+                of_target = models.output_matrix(target.module, target.params)
                 if isinstance(vocab_map, jax.ShapeDtypeStruct):
                     found = jax.eval_shape(rows, vocab_map, of_target)
                 else:  # on the host, because the target can be on other devices
@@ -289,18 +291,16 @@ def _at(x: Float[Array, "B T E"], index: Int[Array, "B"]) -> Float[Array, "B E"]
     return jnp.take_along_axis(x, index[:, None, None], 1)[:, 0]
 
 
-def _output_rows(
-    config: models.EagleConfig, vocab_map: Any, of_target: dict[str, Any], dtype: Any
-) -> Array:
+def _output_rows(config: models.EagleConfig, vocab_map: Any, of_target: Any, dtype: Any) -> Array:
     """Returns the target's output matrix, or its rows of the draft tokens in their order.
 
     Args:
       config: of the head.
       vocab_map: of the head; None without a draft vocabulary.
-      of_target: the target's parameters.
+      of_target: the target's output matrix, an array or packed.
       dtype: of the result.
     """
-    matrix = of_target.get("unembedding", of_target["embedding"])
+    matrix = dequantize(of_target) if isinstance(of_target, Packed) else of_target
     if config.draft_vocab_size is None:
         return matrix.astype(dtype)
     tokens = tokens_of_rows(vocab_map, config.draft_vocab_size)

@@ -71,13 +71,12 @@ def of_model(target: Model, layers: Layers) -> Model:
     """Returns the model of these layers of the target, with its embeddings and final norm."""
     if layers is None:
         return target
-    config = models.of_layers(target.config, layers)
-    params = target.params
+    module, params = models.of_layers(target.module, layers), target.params
     if params is not None:
         others, blocks = models.split_blocks(params)
         chosen = {f"{models.BLOCK}{i}": blocks[layer] for i, layer in enumerate(layers)}
         params = {"params": others["params"] | chosen}
-    return dataclasses.replace(target, module=target.module.clone(config=config), params=params)
+    return dataclasses.replace(target, module=module, params=params)
 
 
 def of_cache(cache: KVCache, layers: Layers) -> KVCache:

@@ -39,7 +39,7 @@ from magicjax.policies import Policy, StreamingLLM
 from magicjax.settings import Settings, StatsSpec
 from magicjax.trees.proposal import DrawMethod, Proposal
 from magicjax.trees.token_tree import Tree
-from models import EagleConfig, parse_weights
+from models import EagleConfig, WeightFormat, parse_weights
 from sharding import BATCH, KV_HEADS, Split, logical_axes
 
 SinkPositions = Literal["text", "in_cache"]
@@ -155,7 +155,9 @@ class SmallModel(Drafter):
                 "hidden states: use magicjax.Eagle, or eagle:PATH in a command"
             )
         form, own = parse_weights(self.weights), self.model.weights
-        without_zeros = own and dataclasses.replace(own, zeros=False)
+        without_zeros = own
+        if isinstance(own, WeightFormat):
+            without_zeros = dataclasses.replace(own, zeros=False)
         if form is not None and (None if form == "none" else form) not in (own, without_zeros):
             raise ValueError(
                 f"weights={self.weights!r} differs from the draft model's, {self.model.weights}: "

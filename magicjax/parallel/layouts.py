@@ -192,9 +192,9 @@ class Pipelined(Layout):
         for i, slot in enumerate(slots):
             inner["params"][f"{models.BLOCK}{i}"] = jax.tree.map(lambda x: x[0], slot)
         layers = module.config.num_layers // self.stages
-        config = models.of_layers(module.config, range(layers))  # stages are alike: `check_layers`
+        module = models.of_layers(module, range(layers))  # stages are alike: `check_layers`
         split = dataclasses.replace(module.split, layer_axes=(STAGE,))
-        return module.clone(config=config, split=split), inner
+        return module.clone(split=split), inner
 
     def first_layer(self, num_layers: int) -> Int[Array, ""]:
         return pipeline.stage_index() * num_layers

@@ -1,9 +1,9 @@
 """GGUF's quantized tensors whose blocks are integers with scales, and perhaps minima.
 
-A weight is value * scale + minimum, with a scale and a minimum per row and group of columns. The
-directory of a converted file has the tensors `weight_packed`, `weight_scale` and `weight_min`, of
-which the first two are those of compressed-tensors' "pack-quantized". The block formats are those
-of ggml's `ggml-quants.c`.
+A weight is value * scale + minimum, with a scale and a minimum per row and group of columns. Where
+matrices are not packed (`models.gguf.files`), they are read as the tensors `weight_packed`,
+`weight_scale` and `weight_min`, of which the first two are those of compressed-tensors'
+"pack-quantized". The block formats are those of ggml's `ggml-quants.c`.
 """
 
 from collections.abc import Callable

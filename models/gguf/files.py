@@ -1,18 +1,23 @@
-"""Converts GGUF files of llama.cpp to directories in Hugging Face format.
+"""Reads GGUF files of llama.cpp.
 
-`read_gguf` validates a whole file without reading its weights, and `write_directory` writes them
-tensor by tensor. If all matrices of the model's blocks have types of `blocks.KINDS`, they stay
-quantized, and so do gpt-oss's experts in MXFP4; all others become float32. As in `hf_config`, every
+`read_gguf` validates a whole file without reading its weights, and `write_directory` writes its
+config and tokenizer in Hugging Face format, and an index of its tensors. `weights_of` maps the
+tensors of such a directory to those of Hugging Face format; they are memory-mapped.
+
+On a CPU with the native kernels, matrices stay in the file's types (`packed_types`). Elsewhere, if
+all matrices of the model's blocks have types of `blocks.KINDS`, they become integers with float32
+scales, and gpt-oss's experts stay in MXFP4; all others become float32. As in `hf_config`, every
 setting of the architecture is read, known to have no effect, or an error.
 """
 
 import dataclasses
+import functools
 import json
-import math
 import os
 import pathlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import flax.traverse_util
@@ -27,9 +32,11 @@ from models.gguf.blocks import KINDS, Kind, Type, mxfp4
 from models.gguf.tokenizer import Type as TokenType
 from models.gguf.tokenizer import read_tokenizer, unsupported
 from models.hf_config import read_config, write_config
-from models.hf_tensors import Fused, Tensor, tensors_of
+from models.hf_tensors import GGUF_INDEX, Fused, Interleaved, Tensor, tensors_of
 from models.positions import Rope, frequencies
+from models.quantized import BLOCK, PackedWeights
 from models.quantized_checkpoints import MXFP4_GROUP, MXFP4_PARTS
+from pallas_kernels.cpu.packed import FORMATS, OUTPUTS, pack
 
 # The family of each architecture.
 ARCHITECTURES = {
@@ -60,6 +67,40 @@ ROPE_FREQS = "rope_freqs.weight"
 EXPERT = re.compile(r"experts\.\d+\.")  # in the name of a tensor of Hugging Face
 
 
+@dataclasses.dataclass(frozen=True)
+class FileTensor:
+    """A tensor of a GGUF file.
+
+    Attributes:
+      file: with the tensor.
+      name: in the file.
+      shape: of its elements, rows first.
+      type_name: of its `gguf.GGMLQuantizationType`.
+      offset, size: its bytes in the file.
+    """
+
+    file: str
+    name: str
+    shape: tuple[int, ...]
+    type_name: str
+    offset: int
+    size: int
+
+    @property
+    def tensor_type(self) -> gguf.GGMLQuantizationType:
+        return gguf.GGMLQuantizationType[self.type_name]
+
+    @property
+    def data(self) -> np.ndarray:
+        """The bytes of each row, memory-mapped; the memory is free when the array is."""
+        mapped = np.memmap(self.file, np.uint8, "r", self.offset, self.size)
+        return mapped.reshape(*self.shape[:-1], -1)
+
+    def dequantized(self) -> np.ndarray:
+        """Returns the tensor in float32."""
+        return gguf.dequantize(self.data, self.tensor_type).astype("<f4", copy=False)
+
+
 class Weight(NamedTuple):
     """A tensor of a file and its shape in Hugging Face format.
 
@@ -76,7 +117,7 @@ class Weight(NamedTuple):
     """
 
     shape: tuple[int, ...]
-    stored: gguf.ReaderTensor
+    stored: FileTensor
     heads: int = 0
     group: tuple[int, tuple[int, ...]] | None = None
     transposed: bool = False
@@ -85,7 +126,7 @@ class Weight(NamedTuple):
     added: float = 0.0
 
     @property
-    def sources(self) -> tuple[gguf.ReaderTensor, ...]:
+    def sources(self) -> tuple[FileTensor, ...]:
         return (self.stored,)
 
     def shapes(self, name: str) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -100,7 +141,7 @@ class Weight(NamedTuple):
         """Returns the arrays of `shapes`."""
         data = self.stored.data if self.expert is None else self.stored.data[self.expert]
         if self.kind is None:
-            values = [gguf.dequantize(data, self.stored.tensor_type).astype("<f4")]
+            values = [gguf.dequantize(data, self.stored.tensor_type).astype("<f4", copy=False)]
         else:
             values = list(self.kind.parts(data).values())
         if self.added:
@@ -112,6 +153,22 @@ class Weight(NamedTuple):
         if self.transposed and self.kind is None:
             values = [part.T for part in values]
         return [np.ascontiguousarray(part) for part in values]
+
+    @property
+    def packed_type(self) -> str | None:
+        """The type in which the CPU kernels multiply the matrix; None if they do not."""
+        kind = self.stored.type_name
+        is_matrix = len(self.stored.shape) == 2 and not self.added and self.expert is None
+        fits = is_matrix and kind in FORMATS and FORMATS[kind].fits(OUTPUTS, self.stored.shape[1])
+        return kind if fits else None
+
+    def packed(self, fused: Fused | Interleaved | None) -> np.ndarray:
+        """Returns the packed matrix of a parameter, which may have some of the rows."""
+        rows = np.arange(self.stored.shape[0])
+        rows = unpermute(rows, self.heads) if self.heads else rows
+        rows = rows if self.group is None else grouped(rows, *self.group)
+        rows = rows if fused is None else fused.part(rows)
+        return pack(self.stored.data, self.stored.type_name, rows)
 
 
 class Experts(NamedTuple):
@@ -125,7 +182,7 @@ class Experts(NamedTuple):
     """
 
     shape: tuple[int, ...]
-    sources: tuple[gguf.ReaderTensor, ...]
+    sources: tuple[FileTensor, ...]
     is_mxfp4: bool = False
 
     def shapes(self, name: str) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -142,7 +199,7 @@ class Experts(NamedTuple):
         if self.is_mxfp4:
             codes, scales = zip(*(mxfp4(source.data) for source in self.sources), strict=True)
             return [_alternating(codes), _alternating(scales)]
-        data = [gguf.dequantize(x.data, x.tensor_type).astype("<f4") for x in self.sources]
+        data = [source.dequantized() for source in self.sources]
         values = _alternating(data)
         return [np.ascontiguousarray(values.swapaxes(1, 2)) if values.ndim == 3 else values]
 
@@ -162,22 +219,14 @@ class GgufModel:
       weights: by name in Hugging Face format.
       special: bos_token_id, eos_token_id (an id or a list) and pad_token_id; None if not set.
       tokenizer: the tokenizer and the contents of tokenizer_config.json, or None.
+      tensors: of the file, by name.
     """
 
     config: DecoderConfig
     weights: Mapping[str, Weight | Experts]
     special: Mapping[str, Any]
     tokenizer: tuple[Tokenizer, dict[str, Any]] | None
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the converted weights."""
-        entries = (w.shapes(name).values() for name, w in self.weights.items())
-        return sum(_bytes(*entry) for part in entries for entry in part)
-
-
-def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    return int(dtype[1:]) // 8 * math.prod(shape)
+    tensors: Mapping[str, FileTensor]
 
 
 def unpermute(values: np.ndarray, heads: int) -> np.ndarray:
@@ -204,7 +253,7 @@ def read_gguf(path: str | os.PathLike) -> GgufModel:
     """
     reader = _open(path)
     try:
-        return _read(reader)
+        return _read(reader, str(path))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -232,7 +281,7 @@ def _remedy() -> str:
     return "upgrade the package gguf, or load a file with other tensor types, such as Q8_0 or F16"
 
 
-def _read(reader: gguf.GGUFReader) -> GgufModel:
+def _read(reader: gguf.GGUFReader, path: str) -> GgufModel:
     metadata = {name: field.contents() for name, field in reader.fields.items()}
     if (parts := metadata.get("split.count", 1)) > 1:
         raise ValueError(
@@ -241,7 +290,17 @@ def _read(reader: gguf.GGUFReader) -> GgufModel:
     architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
         raise unsupported("general.architecture", architecture, ARCHITECTURES)
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    tensors = {
+        tensor.name: FileTensor(
+            path,
+            tensor.name,
+            tuple(tensor.shape[::-1].tolist()),
+            tensor.tensor_type.name,
+            int(tensor.data_offset),
+            int(tensor.n_bytes),
+        )
+        for tensor in reader.tensors
+    }
     config = _config(architecture, metadata, tensors)
     weights = _weights(config, tensors)
     _check_types(weights)
@@ -259,7 +318,7 @@ def _read(reader: gguf.GGUFReader) -> GgufModel:
             f"{config.vocab_size} rows: the file is damaged, or its tokenizer is another model's: "
             "download it again"
         )
-    return GgufModel(config, weights, special, tokenizer)
+    return GgufModel(config, weights, special, tokenizer, tensors)
 
 
 def _ends(metadata: Mapping[str, Any]) -> list[int]:
@@ -274,7 +333,7 @@ def _ends(metadata: Mapping[str, Any]) -> list[int]:
 
 
 def _config(
-    architecture: str, metadata: Mapping[str, Any], tensors: Mapping[str, gguf.ReaderTensor]
+    architecture: str, metadata: Mapping[str, Any], tensors: Mapping[str, FileTensor]
 ) -> DecoderConfig:
     prefix = f"{architecture}."
     settings = {
@@ -309,7 +368,7 @@ def _config(
     if bool(experts) != (family in (MIXTRAL, "qwen3_moe", "gpt_oss")):
         raise ValueError(f"{prefix}expert_count={experts} is not supported for {architecture}")
     fields = {
-        "vocab_size": int(tensors["token_embd.weight"].shape[1]),
+        "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
         "intermediate_size": need("feed_forward_length"),
         "num_experts": experts,
@@ -348,7 +407,7 @@ def _of_family(
     family: str,
     fields: Mapping[str, Any],
     settings: dict[str, Any],
-    tensors: Mapping[str, gguf.ReaderTensor],
+    tensors: Mapping[str, FileTensor],
 ) -> dict[str, Any]:
     """Returns the keys of a family's config.json, except the rotary ones; takes from `settings`."""
     keys = {key: FAMILIES[family].fields(key)[-1] for key in FAMILIES[family].keys}
@@ -399,7 +458,7 @@ def _decimal(value: Any) -> Any:
 def _rope(
     settings: dict[str, Any],
     need: Callable[[str], Any],
-    freqs: gguf.ReaderTensor | None,
+    freqs: FileTensor | None,
     head_dim: int,
 ) -> dict[str, Any]:
     """Returns `rope_parameters`; removes the rotary settings."""
@@ -411,7 +470,7 @@ def _rope(
     if freqs is not None:
         if kind != "none":
             raise ValueError(f"rope.scaling.type={kind!r} with {ROPE_FREQS} is not supported")
-        return rope | _llama3(theta, freqs.data, head_dim)
+        return rope | _llama3(theta, freqs.dequantized(), head_dim)
     if kind == "none":
         settings.pop("rope.scaling.factor", None)
         settings.pop("rope.scaling.original_context_length", None)
@@ -445,7 +504,7 @@ def _llama3(theta: float, divisors: np.ndarray, head_dim: int) -> dict[str, Any]
 
 
 def _weights(
-    config: DecoderConfig, tensors: Mapping[str, gguf.ReaderTensor]
+    config: DecoderConfig, tensors: Mapping[str, FileTensor]
 ) -> dict[str, Weight | Experts]:
     """Returns the tensors of a config; raises ValueError with all mismatches."""
     names = gguf.get_tensor_name_map(_arch(config.family), config.num_layers)
@@ -467,7 +526,7 @@ def _weights(
         if tensor.expert is not None:
             expected = (parameter[0], *expected)
         for name in sources:
-            if (found := tuple(tensors[name].shape[::-1].tolist())) != expected:
+            if (found := tensors[name].shape) != expected:
                 problems.append(f"{name} has shape {found}, expected {expected}")
         if tensor.experts is None:
             weights[tensor.name] = _weight(config, tensor, shape, tensors[sources[0]])
@@ -495,7 +554,7 @@ def _names(tensor: Tensor, names: gguf.TensorNameMap) -> list[str]:
 
 
 def _weight(
-    config: DecoderConfig, tensor: Tensor, shape: tuple[int, ...], stored: gguf.ReaderTensor
+    config: DecoderConfig, tensor: Tensor, shape: tuple[int, ...], stored: FileTensor
 ) -> Weight:
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
     group = None
@@ -545,12 +604,17 @@ def _arch(family: str) -> gguf.MODEL_ARCH:
     return next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
 
 
+def _octets(tensor: FileTensor) -> int:
+    """Returns the bytes of a block of a tensor."""
+    return gguf.GGML_QUANT_SIZES[tensor.tensor_type][1]
+
+
 def _check_types(weights: Mapping[str, Weight | Experts]) -> None:
     """Raises ValueError unless `gguf` can dequantize all types of tensors."""
     sources = (source for weight in weights.values() for source in weight.sources)
     for tensor in {source.tensor_type: source for source in sources}.values():
         try:
-            gguf.dequantize(tensor.data[:1], tensor.tensor_type)
+            gguf.dequantize(tensor.data[..., : _octets(tensor)], tensor.tensor_type)
         except NotImplementedError as error:
             raise ValueError(
                 f"{tensor.name} has type {tensor.tensor_type.name}, which the package gguf cannot "
@@ -559,38 +623,95 @@ def _check_types(weights: Mapping[str, Weight | Experts]) -> None:
 
 
 def write_directory(model: GgufModel, path: str | os.PathLike) -> None:
-    """Writes a model to an existing directory in Hugging Face format."""
+    """Writes config, tokenizer and index of a model to an existing directory.
+
+    The index has the path of the GGUF file, relative to the directory if the file is in it.
+    """
     path = pathlib.Path(path)
     config = {**write_config(model.config), **model.special, "torch_dtype": "float32"}
     if any(isinstance(w, Experts) and w.is_mxfp4 for w in model.weights.values()):
         config["quantization_config"] = {"quant_method": "mxfp4"}
     elif any(isinstance(w, Weight) and w.kind is not None for w in model.weights.values()):
         config["quantization_config"] = {"quant_method": "gguf"}
+    tensors = model.tensors.values()
+    file = pathlib.Path(next(iter(tensors)).file).absolute()
+    where = file.name if file.parent == path.absolute() else str(file)
+    index = [(x.name, x.shape, x.type_name, x.offset, x.size) for x in tensors]
     contents: dict[str, Any] = {"config.json": config, "generation_config.json": model.special}
+    contents[GGUF_INDEX] = {"file": where, "identity": _identity(file), "tensors": index}
     if model.tokenizer is not None:
         tokenizer, contents["tokenizer_config.json"] = model.tokenizer
         tokenizer.save(str(path / "tokenizer.json"))
     for name, content in contents.items():
         (path / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    _write_weights(path / "model.safetensors", model.weights)
 
 
-def _write_weights(path: pathlib.Path, weights: Mapping[str, Weight | Experts]) -> None:
-    """Writes a safetensors file; `safetensors` itself needs all tensors in memory.
+def weights_of(path: pathlib.Path, config: DecoderConfig) -> dict[str, Weight | Experts]:
+    """Returns the tensors of a directory of `write_directory`, by name in Hugging Face format.
 
-    The format: the header's length in 8 bytes, the header as JSON with each tensor's dtype, shape
-    and byte range, and the tensors.
+    Raises FileNotFoundError if the GGUF file is not there, and ValueError if it has changed.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, weight in weights.items():
-        for part, (dtype, shape) in weight.shapes(name).items():
-            start, end = end, end + _bytes(dtype, shape)
-            header[part] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for weight in weights.values():
-            for values in weight.values():
-                file.write(values.data)
+    text = (path / GGUF_INDEX).read_text(encoding="utf-8")
+    index = json.loads(text)
+    file = path / index["file"]
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{file} does not exist, and {path} has no weights: pass the GGUF file's new path"
+        )
+    if _identity(file) != index["identity"]:
+        raise ValueError(f"{file} has changed since {path} was written: pass the GGUF file's path")
+    return _indexed_weights(str(file), text, config)
+
+
+def _identity(file: pathlib.Path) -> list[int]:
+    """Returns what a change of a file changes: its size and the time of its last change, in ns."""
+    return [file.stat().st_size, file.stat().st_mtime_ns]
+
+
+@functools.lru_cache(maxsize=8)
+def _indexed_weights(file: str, index: str, config: DecoderConfig) -> dict[str, Weight | Experts]:
+    tensors = {
+        name: FileTensor(file, name, tuple(shape), *others)
+        for name, shape, *others in json.loads(index)["tensors"]
+    }
+    return _weights(config, tensors)
+
+
+def packed_types(path: pathlib.Path, config: DecoderConfig) -> PackedWeights | None:
+    """Returns the types of the matrices that stay as in the file; None if there are none."""
+    if config.num_experts is not None:
+        return None
+    weights, types = weights_of(path, config), []
+    for tensor in tensors_of(config):
+        weight = weights[tensor.name]
+        if tensor.matrix is None or not isinstance(weight, Weight):
+            continue
+        if kind := weight.packed_type:
+            rows = np.arange(weight.stored.shape[0])
+            rows = rows if tensor.fused is None else tensor.fused.part(rows)
+            if len(rows) % OUTPUTS == 0:
+                types.append((tensor.matrix, kind))
+    in_blocks = any(name.startswith(BLOCK) for name, _ in types)
+    return PackedWeights(tuple(types)) if in_blocks else None
+
+
+class MappedTensors(Mapping[str, np.ndarray]):
+    """The tensors of a GGUF file as Hugging Face's directories have them, read when needed."""
+
+    def __init__(self, weights: Mapping[str, Weight | Experts]):
+        self._owners = {part: (n, w) for n, w in weights.items() for part in w.shapes(n)}
+        self._last = threading.local()
+
+    def __getitem__(self, part: str) -> np.ndarray:
+        name, weight = self._owners[part]
+        last = self._last.__dict__  # the parts of a tensor are read one after the other
+        if name not in last:
+            last.clear()
+            last[name] = dict(zip(weight.shapes(name), weight.values(), strict=True))
+        return last[name][part]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._owners)
+
+    def __len__(self) -> int:
+        return len(self._owners)

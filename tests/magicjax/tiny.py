@@ -7,12 +7,16 @@ names another.
 
 import dataclasses
 import functools
+import math
 
+import flax.traverse_util
+import gguf
 import jax
 import numpy as np
 
 import magicjax
 import models
+from pallas_kernels.cpu.packed import FORMATS, pack
 from tests.magicjax import keywords, oracle
 
 VOCAB = 48
@@ -151,6 +155,24 @@ def quantized(whole: magicjax.Model, weights: str) -> magicjax.Model:
     rest, layers = models.split_blocks(jax.device_get(whole.params))
     blocks = {f"layers_{i}": models.quantize_block(x, module) for i, x in enumerate(layers)}
     params = jax.device_put({"params": rest["params"] | blocks})
+    return dataclasses.replace(whole, module=module, params=params)
+
+
+def packed(whole: magicjax.Model, kinds=("Q4_0", "Q5_1", "Q8_0", "Q4_1")) -> magicjax.Model:
+    """Returns the model with the matrices that fit packed in types of GGUF files, by turns."""
+    flat = flax.traverse_util.flatten_dict(jax.device_get(whole.params["params"]))
+    types = []
+    for path, x in flat.items():
+        if path[-1] not in ("weight", "embedding", "unembedding"):
+            continue
+        axes = 2 if path[-2:-1] == ("out",) else 1
+        matrix = np.asarray(x, np.float32).reshape(-1, math.prod(x.shape[x.ndim - axes :]))
+        kind = kinds[len(types) % len(kinds)]
+        if FORMATS[kind].fits(*matrix.shape):
+            types.append(("/".join(path).removesuffix("/weight"), kind))
+            flat[path] = pack(gguf.quantize(matrix, gguf.GGMLQuantizationType[kind]), kind)
+    module = models.build(whole.config, whole.dtype, models.PackedWeights(tuple(types)))
+    params = {"params": flax.traverse_util.unflatten_dict(jax.device_put(flat))}
     return dataclasses.replace(whole, module=module, params=params)
 
 

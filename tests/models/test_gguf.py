@@ -1,5 +1,6 @@
 """GGUF files: weights of the same Hugging Face directory, tokens of other tokenizers, errors."""
 
+import flax.traverse_util
 import jax
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 import models
 from models.gguf.files import read_gguf, write_directory
 from models.gguf.tokenizer import PRE_TOKENIZERS
+from pallas_kernels.cpu import build
+from pallas_kernels.cpu.packed import Packed, dequantize
 from tests import gguf_cases as cases
 
 LLAMA3_ROPE = models.Rope(500000.0, "llama3", 8.0, original_max_positions=8192)
@@ -60,14 +63,33 @@ def converted(file, folder):
     return folder
 
 
+def dense_params(checkpoint):
+    """Yields the path and the values of each parameter; packed matrices are dequantized."""
+    for path, x in flax.traverse_util.flatten_dict(checkpoint.params["params"]).items():
+        name = "/".join(path).removesuffix("/weight")
+        if kind := checkpoint.module.weights.type_of(name):
+            x = dequantize(Packed(np.asarray(x), kind, (16 * len(x),)), np)
+        yield path, np.asarray(x)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_converted_model_is_the_hugging_face_one(name, tmp_path, logits_of):
     config = CONFIGS[name]
     folder = converted(write(tmp_path / "model.gguf", config), tmp_path / "converted")
     expected = cases.save_directory(tmp_path / "hf", config, cases.tensors_for(config)[1])
-    found, right = models.load_checkpoint(folder), models.load_checkpoint(expected)
+    found = models.load_checkpoint(folder, weights="none")
+    right = models.load_checkpoint(expected)
     assert found.config == right.config
     assert jax.tree.all(jax.tree.map(np.array_equal, found.params, right.params))
+    packed = models.load_checkpoint(folder)
+    if not build.is_available():
+        assert packed.module.weights is None
+        return
+    dense = {path: x for path, x in dense_params(packed)}
+    expected_params = flax.traverse_util.flatten_dict(right.params["params"])
+    assert dense.keys() == expected_params.keys()
+    for path, x in dense.items():
+        np.testing.assert_array_equal(x.reshape(expected_params[path].shape), expected_params[path])
     if name == "llama":
         tokens = np.arange(24).reshape(2, 12) % config.vocab_size
         both = [logits_of(c.module, c.params, tokens) for c in (found, right)]

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import re
 
+import flax.traverse_util
 import gguf
 import jax
 import numpy as np
@@ -14,8 +15,10 @@ import models
 from models.gguf import files
 from models.gguf.files import read_gguf, write_directory
 from models.hf_config import read_config
+from pallas_kernels.cpu import build
 from tests import gguf_cases
 from tests.models.conftest import GOLDEN
+from tests.models.test_gguf import dense_params
 from tests.quick import quick
 
 GPT2 = {
@@ -175,7 +178,7 @@ WIDE = {"hidden_size": 64, "intermediate_size": 32}
 WIDE_SETTINGS = {"expert_feed_forward_length": 32}
 
 
-def write(path, case, folder=None, mxfp4=None, **changes):
+def write(path, case, folder=None, mxfp4=None, matrices="F32", **changes):
     """Writes a golden model as llama.cpp's convert_hf_to_gguf.py does.
 
     Args:
@@ -183,6 +186,7 @@ def write(path, case, folder=None, mxfp4=None, **changes):
       case: of `CASES`.
       folder: another directory with a model of this kind.
       mxfp4: bytes instead of values of some tensors.
+      matrices: their type.
       **changes: of the metadata.
     """
     architecture, names, metadata = CASES[case]
@@ -219,7 +223,8 @@ def write(path, case, folder=None, mxfp4=None, **changes):
             parts = qkv[:, :-2], qkv[:, -2:-1], qkv[:, -1:]
             values = np.concatenate([x.reshape(-1, config.hidden_size) for x in parts])
         values = np.ascontiguousarray(values)
-        tensors[f"{stem}.{suffix}"] = (mxfp4[name], "MXFP4") if name in mxfp4 else values
+        own = (values, matrices if values.ndim == 2 and suffix == "weight" else "F32")
+        tensors[f"{stem}.{suffix}"] = (mxfp4[name], "MXFP4") if name in mxfp4 else own
     return gguf_cases.write(path, {"general.architecture": architecture, **metadata}, tensors)
 
 
@@ -262,6 +267,28 @@ def test_a_file_of_a_golden_model_gives_the_golden_model(case, tmp_path):
     assert jax.tree.all(jax.tree.map(same, found.params, expected.params))
 
 
+@pytest.mark.skipif(not build.is_available(), reason="needs the CPU kernels")
+@pytest.mark.parametrize("case", ["gpt2", "falcon_40b", "phi3"])
+def test_quantized_rows_of_a_family_are_those_of_its_parameters(case, tmp_path, random_params):
+    """Rows of q, k and v, or of gate and up, in one tensor."""
+    plain = tmp_path / "plain"
+    config = dataclasses.replace(
+        models.load_config(GOLDEN / case), hidden_size=64, intermediate_size=96, head_dim=16,
+        num_heads=4, num_kv_heads=4 if case == "gpt2" else 2,
+    )  # fmt: skip
+    module = models.build(config)
+    models.save_checkpoint(plain, module, random_params(module))
+    sizes = {"rope.dimension_count": 16} if case == "phi3" else {}
+    path = write(tmp_path / "model.gguf", case, plain, matrices="Q8_0", **sizes)
+    write_directory(read_gguf(path), tmp_path)
+    found, dense = (models.load_checkpoint(tmp_path, weights=w) for w in (None, "none"))
+    kinds = dict(found.module.weights.types)
+    assert {f"layers_0/attention/{name}" for name in ("q", "k", "v", "out")} <= kinds.keys()
+    right = flax.traverse_util.flatten_dict(dense.params["params"])
+    for where, x in dense_params(found):
+        np.testing.assert_array_equal(x.reshape(right[where].shape), right[where])
+
+
 def test_a_file_of_gemma_2_without_a_window_has_that_of_llama_cpp():
     fields = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "hidden_size": 32, "num_layers": 2}
     raw = files._of_family("gemma2", fields, {}, {})
@@ -298,7 +325,7 @@ def test_experts_in_mxfp4_stay_quantized(tmp_path, random_params):
     path = write(tmp_path / "model.gguf", "gpt_oss", plain, stored, **WIDE_SETTINGS)
     converted.mkdir()
     write_directory(read_gguf(path), converted)
-    raw = load_file(converted / "model.safetensors")
+    raw = files.MappedTensors(files.weights_of(converted, config))
     gate = raw["model.layers.0.mlp.experts.gate_up_proj_blocks"]
     assert gate.shape == (4, 64, 2, 16) and gate.dtype == np.uint8
     found = models.load_checkpoint(converted, weights="none")

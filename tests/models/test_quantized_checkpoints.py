@@ -142,7 +142,8 @@ def converted(tmp_path, monkeypatch, kinds):
 )
 def test_a_gguf_file_stays_quantized(kinds, form, tmp_path, monkeypatch, logits_of):
     folder, plain = converted(tmp_path, monkeypatch, kinds)
-    found, right = models.load_checkpoint(folder), models.load_checkpoint(plain)
+    found = models.load_checkpoint(folder, packed=False)
+    right = models.load_checkpoint(plain)
     assert str(found.module.weights) == form
     both = [logits_of(c.module, c.params, TOKENS) for c in (found, right)]
     assert relative_error(both[0], np.asarray(both[1])) < 2e-5
@@ -393,10 +394,13 @@ def test_compressed_tensors_reads_our_checkpoints(folder, tmp_path):
 
 
 def test_matrices_that_cannot_be_saved_quantized_are_refused(tmp_path, monkeypatch):
-    minima = models.load_checkpoint(converted(tmp_path, monkeypatch, ("Q4_1",))[0])
+    folder, _ = converted(tmp_path, monkeypatch, ("Q4_1",))
+    minima = models.load_checkpoint(folder, packed=False)
+    packed = models.load_checkpoint(folder)
     golden = GOLDEN.parent / "golden" / "gpt2"
     transposed = models.load_checkpoint(golden, weights=models.WeightFormat(8, None))
     for found, message in (
+        (packed, "matrices in Q4_1 cannot be written: .* weights='none' to save it"),
         (minima, "q_proj.weight cannot be written: its zero points are"),
         (transposed, "matrices of family='gpt2' cannot be written: .* weights='none' to save it"),
     ):

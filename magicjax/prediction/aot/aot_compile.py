@@ -93,7 +93,8 @@ def abstract_model(
     weights: str | None = None,
 ) -> Model:
     """Returns a model whose parameters are shapes."""
-    model = skeleton(source, dtype, weights=weights, shards=shards, offload=offload)
+    options: Any = dict(weights=weights, shards=shards, offload=offload)
+    model = skeleton(source, dtype, packed=False, **options)
     params = nn.meta.unbox(model.layout.abstract_params(model.module))
     return dataclasses.replace(model, params=params)
 

@@ -14,6 +14,7 @@ import models
 from magicjax.model import RING_SPARE
 from magicjax.parallel.offloading import two_layers
 from magicjax.prediction.cost_model.device import Machine
+from pallas_kernels.cpu.packed import FORMATS
 from sharding import array_bytes
 
 LOGIT_BYTES = 4  # float32
@@ -38,6 +39,7 @@ class Sizes:
         map of a draft vocabulary.
       itemsize: bytes per element of weights and caches.
       matrix_itemsize: bytes per element of the blocks' matrices; of quantized ones, with scales.
+      output_itemsize: bytes per element of the output matrix.
       streamed: whether the blocks are offloaded: every pass copies them from host memory.
       window, windowed_layers: the sliding window, and the number of layers that have it.
       experts, experts_per_token: of a mixture, all of whose elements `mlp` counts; 0: no mixture.
@@ -57,6 +59,7 @@ class Sizes:
     tables: int
     itemsize: int
     matrix_itemsize: float
+    output_itemsize: float
     streamed: bool = False
     window: int = 0
     windowed_layers: int = 0
@@ -66,10 +69,11 @@ class Sizes:
     @property
     def key(self) -> str:
         """Identifies the sizes: two models with the same key have the same cost."""
-        *numbers, matrix_itemsize, streamed, window, windowed, experts, chosen = (
+        *numbers, matrix_itemsize, output_itemsize, streamed, window, windowed, experts, chosen = (
             dataclasses.astuple(self)[1:]
         )
         quantized = f"-matrices-{matrix_itemsize:.4g}" * (matrix_itemsize != self.itemsize)
+        quantized += f"-output-{output_itemsize:.4g}" * (output_itemsize != self.itemsize)
         windows = f"-window-{window}-{windowed}" * bool(windowed)
         mixture = f"-experts-{experts}-{chosen}" * bool(experts)
         return "-".join(map(str, numbers)) + quantized + windows + mixture + "-streamed" * streamed
@@ -122,7 +126,8 @@ class Sizes:
     @property
     def weight_bytes(self) -> float:
         """Bytes of all weights but `tables`."""
-        return self.matrix_bytes + self.itemsize * (self.unembedding + self.small)
+        output = self.output_itemsize * self.unembedding
+        return self.matrix_bytes + output + self.itemsize * self.small
 
     @property
     def kv_bytes(self) -> int:
@@ -142,7 +147,7 @@ def sizes_of(
     dtype: str = "bfloat16",
     name: str = "the model",
     offload: bool = False,
-    weights: models.WeightFormat | None = None,
+    weights: models.Weights = None,
 ) -> Sizes:
     """Returns the sizes of a model, from the shapes of its parameters.
 
@@ -154,15 +159,20 @@ def sizes_of(
     params = nn.meta.unbox(models.abstract_params(module))
     counted = dict.fromkeys(("attention", "mlp", "unembedding", "small", "tables"), 0)
     output = "embedding" if config.tie_embeddings else "unembedding"
-    matrix_bytes = 0
+    matrix_bytes = output_bytes = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         keys = [entry.key for entry in path]
+        elements = leaf.size
+        if isinstance(weights, models.PackedWeights):
+            kind = weights.type_of("/".join(keys[1:]).removesuffix("/weight"))
+            elements = leaf.size if kind is None else FORMATS[kind].elements(leaf.shape)
         if keys[-1] == output:
-            counted["unembedding"] += leaf.size
+            counted["unembedding"] += elements
+            output_bytes += array_bytes(leaf.shape, leaf.dtype)
         elif keys[-1] in ("embedding", "position_embedding", "vocab_map"):
-            counted["tables"] += leaf.size
+            counted["tables"] += elements
         elif keys[-1] == "weight":
-            counted["attention" if keys[-2] in ("q", "k", "v", "out") else "mlp"] += leaf.size
+            counted["attention" if keys[-2] in ("q", "k", "v", "out") else "mlp"] += elements
             matrix_bytes += array_bytes(leaf.shape, leaf.dtype)
         elif keys[-1] in ("scale", "zero") and len(leaf.shape) > 1:  # a norm's scale is a vector
             matrix_bytes += array_bytes(leaf.shape, leaf.dtype)
@@ -178,6 +188,9 @@ def sizes_of(
         vocab_size=config.vocab_size,
         itemsize=module.dtype.itemsize,
         matrix_itemsize=matrix_bytes / (counted["attention"] + counted["mlp"]),
+        output_itemsize=(
+            output_bytes / counted["unembedding"] if output_bytes else module.dtype.itemsize
+        ),
         streamed=offload,
         window=config.sliding_window or 0,
         windowed_layers=config.num_layers - config.windows.count(None),
@@ -263,7 +276,7 @@ def pass_parts(
             bytes=(rows * slots * per_slot + new_kv) / kv_shards(sizes, machine),
             flops=4 * padded * scores / g,
         ),
-        "logits": linear(sizes.unembedding, sizes.itemsize),
+        "logits": linear(sizes.unembedding, sizes.output_itemsize),
         "selection": Part(
             bytes=LOGIT_PASSES * LOGIT_BYTES * tokens * sizes.vocab_size / g, messages=int(g > 1)
         ),

@@ -8,6 +8,7 @@ outside the loop.
 
 import dataclasses
 import functools
+import itertools
 import types
 from typing import Any
 
@@ -25,9 +26,11 @@ from magicjax.drafters import cascade
 from magicjax.trees import token_tree
 from magicjax.trees.token_tree import ROOT_ONLY
 from magicjax.verification import logits_processor, verify
+from pallas_kernels.cpu import build
 from tests.magicjax import keywords, oracle, tiny
 from tests.magicjax.grammars import spelled
 from tests.magicjax.processing import processed
+from tests.models.conftest import logits_of
 from tests.quick import quick
 
 VOCAB, LENGTH, EOS = 5, 4, 0
@@ -255,6 +258,32 @@ def check(what: str, calls: int, settings: dict[str, float]) -> None:
 @pytest.mark.parametrize("what", quick(["small, 2,2", CASCADE], "small, 2,2"))
 def test_sampled_texts_have_the_targets_joint_distribution(what):
     check(what, FEW_CALLS, PLAIN)
+
+
+@pytest.mark.skipif(not build.is_available(), reason="needs the CPU kernels")
+def test_sampled_texts_of_a_packed_target_have_its_joint_distribution():
+    shape = tiny.config(
+        vocab_size=VOCAB, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16,
+        intermediate_size=64, max_positions=64,
+    )  # fmt: skip
+    params = tiny.loud(tiny.drawn(shape, 0), np.random.default_rng(0), noise=0.0, never=None)
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
+    target = tiny.packed(magicjax.Model(models.build(shape), params, name="packed"))
+    assert len(target.weights.types) == 7
+    texts = np.array([*itertools.product(range(VOCAB), repeat=LENGTH)])
+    tokens = np.concatenate([np.tile(PROMPT, (len(texts), 1)), texts], 1)
+    logits = np.asarray(logits_of(target.module, target.params, tokens), float)
+    steps = jax.nn.log_softmax(logits[:, len(PROMPT) - 1 : -1])
+    chosen = np.take_along_axis(np.asarray(steps), texts[..., None], 2)[..., 0]
+    wanted: dict[tuple[int, ...], float] = {}
+    for text, logs in zip(texts.tolist(), chosen, strict=True):
+        end = text.index(EOS) + 1 if EOS in text else LENGTH
+        wanted[tuple(text[:end])] = float(np.exp(logs[:end].sum()))
+    counts = sampled(small(1), PAIRS, FEW_CALLS, target)
+    assert p_value(counts, wanted) > 0.001
+    moved = {text: p * (1.1 if text[0] == EOS else 1) for text, p in wanted.items()}
+    moved = {text: p / sum(moved.values()) for text, p in moved.items()}
+    assert p_value(counts, moved) < 1e-6
 
 
 PENALIZED = ("small, 2,2", "ensemble, dynamic", "prompt-lookup, naive", CASCADE, "plain")

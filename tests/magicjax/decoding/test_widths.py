@@ -1,4 +1,4 @@
-"""Speculative greedy text equals plain text bit for bit in 16, 8 and 4 bits, on native kernels.
+"""Speculative greedy text equals plain text bit for bit in all formats of the native kernels.
 
 A round computes several nodes of several rows at once, plain decoding one token of each row. The
 kernels give a row the same bits in any company, so not even ties differ.
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not build.is_default(), reason="needs the CPU ke
 
 SHAPE = 4  # its groups are those of the kernels
 SHAPES = {"windows": 5, "experts": 6}
-FORMATS = ("bfloat16", "int8", "int4:32", *SHAPES)
+FORMATS = ("bfloat16", "int8", "int4:32", "packed", *SHAPES)
 CONFIGURATIONS = [(form, number) for form in FORMATS for number in range(100)]
 
 
@@ -40,6 +40,8 @@ def outputs(form: str, number: int, **options):
     target, is_quantized = in_bfloat16(configurations.model(shape, number)), form.startswith("int")
     if is_quantized:
         target = tiny.quantized(target, form)
+    if form == "packed":
+        target, is_quantized = tiny.packed(target), True  # has no quantized copies
     drafter, tree = configurations.drafting_of(rng, shape, number, False, not is_quantized)
     drafter = jax.tree.map(
         lambda x: in_bfloat16(x) if isinstance(x, Model) else x,
@@ -55,7 +57,8 @@ def outputs(form: str, number: int, **options):
 
 
 @pytest.mark.parametrize(
-    ("form", "number"), quick(CONFIGURATIONS, ("int4:32", 3), ("windows", 0), ("experts", 1))
+    ("form", "number"),
+    quick(CONFIGURATIONS, ("int4:32", 3), ("packed", 2), ("windows", 0), ("experts", 1)),
 )
 def test_speculative_text_equals_plain_text_bit_for_bit(form, number):
     plain, speculative = outputs(form, number)
