@@ -4,8 +4,9 @@
 
 `make peers` creates the environments. All runs are interleaved and greedy, and only decoding is
 timed: a peer's from its first new tokens, after prefill, to the last. llama.cpp and OpenVINO decode
-one row of a target that is a GGUF file: with `target_weights` of 4 bits its stored weights, and
-else the same values in the experiment's dtype (OpenVINO: in float16, as it reads no bfloat16).
+one row of a target that is a GGUF file: its stored weights, or with `target_weights: none` the same
+values in the experiment's dtype (OpenVINO: in float16, as it reads no bfloat16), which transformers
+decodes, too.
 Results of several values of `prompt_seed` are pooled.
 """
 
@@ -32,7 +33,8 @@ from experiments.studies.peers.process import Peer, Run, run_magicjax, run_peer
 from experiments.training import draft_vocab
 from magicjax.benchmarks.tables import markdown_table
 from magicjax.files import write_atomically
-from magicjax.sources import DOWNLOADS, checkpoint_directory, fetch_gguf
+from magicjax.sources import DOWNLOADS, checkpoint_directory
+from models.quantized import NONE
 
 PROG = "python -m experiments.studies.peers"
 ENVIRONMENTS = pathlib.Path(".venv-peers")
@@ -69,6 +71,11 @@ Calls = dict[str, Callable[[], Run]]
 def is_gguf(target: str) -> bool:
     """Returns whether the target is stored as a GGUF file."""
     return target in DOWNLOADS or target.endswith(".gguf")
+
+
+def has_float_weights(cell: grid.Cell) -> bool:
+    """Returns whether transformers decodes a cell, which it does with floating-point weights."""
+    return cell.target_weights == (NONE if is_gguf(cell.target) else "")
 
 
 def magicjax_calls(bench: Bench, group: list[grid.Cell]) -> Calls:
@@ -143,14 +150,12 @@ def gguf_file(
 ) -> tuple[pathlib.Path, str]:
     """Returns a file with the target's weights, in `folder` unless the target is one; their type.
 
-    llama.cpp converts them to `dtype` for a cell without `target_weights`.
+    llama.cpp converts them to `dtype` for a cell with `target_weights: none`.
     """
     stored = pathlib.Path(cell.target)
     if cell.target in DOWNLOADS:
-        stored = folder / DOWNLOADS[cell.target].file
-        if not stored.is_file():
-            fetch_gguf(cell.target, stored)
-    if cell.target_weights:
+        stored = checkpoint_directory(cell.target) / DOWNLOADS[cell.target].file
+    if cell.target_weights != NONE:
         return stored, stored.stem.rpartition(".")[2]
     content = f"{stored.resolve()} {stored.stat().st_size} {stored.stat().st_mtime_ns}"
     converted = folder / f"{stored.stem}-{store.digest(content)[:8]}.{dtype}.gguf"
@@ -255,10 +260,10 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, config.
         for name in ("temperature", "mesh", "offload"):
             if getattr(cell, name):
                 raise ConfigError(f"{name} is not supported here, where peers lack it: remove it")
-        if cell.target_weights.startswith("int8"):
+        if is_gguf(cell.target) and cell.target_weights not in ("", NONE):
             raise ConfigError(
-                f"target_weights={cell.target_weights} is not supported here, where files have 4 "
-                "bits: set int4, or remove it"
+                f"target_weights={cell.target_weights} is not supported here, where peers read the "
+                "same file: set none for its values in dtype, or remove it"
             )
         if len({each.model for each in group if each.draft == "small"}) > 1:
             raise ConfigError("several draft models are not supported here: give one")
@@ -270,8 +275,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options, experiment = _parse(arguments)
         groups = grid.groups(experiment)
-        hf = Peer(options.environments, "huggingface")
-        readers = {}
+        readers, hf = {}, None
+        if any(has_float_weights(group[0]) for group in groups):
+            hf = Peer(options.environments, "huggingface")
         if any(is_gguf(group[0].target) for group in groups):
             readers = {module: Peer(options.environments, module) for module in READERS}
     except ConfigError as error:
@@ -289,14 +295,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for group in same:
                 prompts = bench.prompts(group[0]).tolist()
                 made = magicjax_calls(bench, group)
-                if not group[0].target_weights:
+                if hf is not None and has_float_weights(group[0]):
                     made |= hf_calls(hf, options.compiled, group, prompts, folder)
                 if is_gguf(group[0].target):
                     made |= reader_calls(readers, group, prompts, options.environments)
                 calls.append(made)
             runs = time_calls(calls, experiment.repeats, bar)
             rows += compare(bench, [group[0] for group in same], runs)
-    versions = {name: v for peer in (hf, *readers.values()) for name, v in peer.versions.items()}
+    peers = [peer for peer in (hf, *readers.values()) if peer is not None]
+    versions = {name: v for peer in peers for name, v in peer.versions.items()}
     path = folder / "peers.json"
     record = {"versions": versions, "device": device_name(), "rows": rows}
     write_atomically(path, json.dumps(record, indent=1) + "\n")

@@ -78,7 +78,7 @@ def run_magicjax(bench: Bench, cell: grid.Cell) -> Run:
     """Returns a run of a cell."""
     out = bench.run(cell)
     rate = out.stats.emitted / out.stats.decode_s
-    weights = cell.target_weights or cell.dtype
+    weights = str(bench.target_of(cell).weights or cell.dtype)
     return Run(np.asarray(out.tokens), rate, out.stats.prefill_s, weights)
 
 

@@ -98,7 +98,7 @@ def test_a_different_row_is_counted_and_located(main, monkeypatch):
     ("options", "message"),
     [
         ("--temperature 1", "temperature is not"),
-        ("--target_weights int8", "target_weights=int8 is not supported here"),
+        ("--target a.gguf --target_weights int8", "target_weights=int8 is not supported here"),
         ("--environments no-such-folder", "no-such-folder/huggingface/bin/python does not exist"),
     ],
 )
@@ -109,8 +109,9 @@ def test_invalid_options_are_refused_with_the_remedy(options, message, capsys):
 
 def test_peers_read_the_values_of_the_target_or_its_stored_weights(main, tmp_path, monkeypatch):
     monkeypatch.setattr(peers, "hf_calls", lambda *_: {})
-    monkeypatch.setattr(peers, "fetch_gguf", lambda name, path: path.touch())
-    lines = "target: smollm2\nprompts: docs\ngrid: {target_weights: ['', 'int4:32']}"
+    monkeypatch.setattr(peers, "checkpoint_directory", lambda name: tmp_path)
+    (tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf").touch()
+    lines = "target: smollm2\nprompts: docs\ngrid: {target_weights: [none, '']}"
     rows, _ = main(lines, "--environments", str(tmp_path))
     found = {(r["method"], r["weights"]) for r in rows if not r["method"].startswith("magicjax")}
     names = [f"{peer} {how}" for peer in peers.READERS.values() for how in peers.READER]
