@@ -164,7 +164,7 @@ def pack(
 def _aligned(shape: tuple[int, ...]) -> UInt8[np.ndarray, "..."]:
     """Returns an array that JAX uses without a copy, in large pages where there are any.
 
-    NumPy asks for large pages, and XLA does not: reading takes twice the time in small ones.
+    NumPy asks for large pages, which are read faster, and XLA does not.
     """
     size = math.prod(shape)
     octets = np.empty(size + ALIGNMENT, np.uint8)
