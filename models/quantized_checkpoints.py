@@ -121,7 +121,7 @@ def read_quantization_config(settings: Mapping[str, Any] | None) -> Quantization
     if method == "fp8":
         block = settings.get("weight_block_size")
         return QuantizationConfig(method, block=tuple(block) if block else None)
-    if method in ("gguf", "mxfp4"):  # gguf: the directory of a converted file
+    if method in ("gguf", "mxfp4"):  # gguf: the directory of a GGUF file
         return QuantizationConfig(method)
     if method == "compressed-tensors":
         return _compressed_tensors(settings)
