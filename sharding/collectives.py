@@ -11,6 +11,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 AxisNames = tuple[str, ...]
+BLOCK = 128  # elements of which the maximum is computed first
+LEAST = 32 * BLOCK  # elements of an axis that is divided into blocks
 
 
 def axis_size(axis_names: AxisNames) -> int:
@@ -51,7 +53,7 @@ def all_gather(x: Float[Array, "*B M"], axis_names: AxisNames) -> Float[Array, "
 
 def argmax(x: Float[Array, "*B V"], axis_names: AxisNames) -> Int[Array, "*B"]:
     """Returns the global index of the maximum; of equal elements, the first."""
-    at = x.argmax(-1).astype(jnp.int32)
+    at = _local_argmax(x)
     if not axis_names:
         return at
     best = all_gather(x.max(-1, keepdims=True), axis_names)
@@ -66,7 +68,7 @@ def top_k(
 
     Of equal elements, the first comes first.
     """
-    best, at = lax.top_k(x, min(count, x.shape[-1]))
+    best, at = _local_top_k(x, min(count, x.shape[-1]))
     if not axis_names:
         return best, at
     best, at = (
@@ -75,6 +77,40 @@ def top_k(
     )
     best, chosen = lax.top_k(best, count)
     return best, jnp.take_along_axis(at, chosen, -1)
+
+
+def _local_argmax(x: Float[Array, "*B V"]) -> Int[Array, "*B"]:
+    """Returns the index of the maximum, of the first block that has it.
+
+    XLA's CPU code for `argmax` compares elements one by one, and that for maxima takes vectors of
+    them: over 152k tokens it is ten times faster.
+    """
+    if x.shape[-1] < LEAST:
+        return x.argmax(-1).astype(jnp.int32)
+    blocks = _blocks(x)
+    best = blocks.max(-1).argmax(-1)
+    within = jnp.take_along_axis(blocks, best[..., None, None], -2)[..., 0, :].argmax(-1)
+    return (best * blocks.shape[-1] + within).astype(jnp.int32)
+
+
+def _local_top_k(
+    x: Float[Array, "*B V"], count: int
+) -> tuple[Float[Array, "*B C"], Int[Array, "*B C"]]:
+    """Returns `lax.top_k`, which sorts, of the `count` blocks with the highest maxima."""
+    if x.shape[-1] < LEAST:
+        return lax.top_k(x, count)
+    blocks, size = _blocks(x), BLOCK
+    chosen = jnp.sort(lax.top_k(blocks.max(-1), min(count, blocks.shape[-2]))[1], -1)
+    candidates = jnp.take_along_axis(blocks, chosen[..., None], -2)
+    best, at = lax.top_k(candidates.reshape(*x.shape[:-1], chosen.shape[-1] * size), count)
+    return best, jnp.take_along_axis(chosen, at // size, -1) * size + at % size
+
+
+def _blocks(x: Float[Array, "*B V"]) -> Float[Array, "*B V/128 128"]:
+    """Returns x in blocks, of which the last is padded with -inf."""
+    padding = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % BLOCK)]
+    padded = jnp.pad(x, padding, constant_values=-jnp.inf) if x.shape[-1] % BLOCK else x
+    return padded.reshape(*x.shape[:-1], padded.shape[-1] // BLOCK, BLOCK)
 
 
 def take_global(
