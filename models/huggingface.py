@@ -11,12 +11,13 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import os
 import pathlib
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import flax.linen as nn
 import flax.traverse_util
@@ -47,6 +48,7 @@ from models.quantized import (
     PackedWeights,
     WeightFormat,
     Weights,
+    check_fits,
     parse_weights,
     quantize,
     rounded_format,
@@ -66,7 +68,7 @@ from models.quantized_checkpoints import (
     with_smaller_groups,
 )
 from pallas_kernels.cpu import build as cpu_build
-from pallas_kernels.cpu.packed import FLOATS
+from pallas_kernels.cpu.packed import FLOATS, ROUNDED, pack
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -147,7 +149,8 @@ def load_checkpoint(
       weights: a format, or its text, to which the blocks' matrices are quantized one by one. None:
         as stored, quantized or not; "none": dequantize those of a quantized checkpoint. A quantized
         checkpoint of the same bits keeps its zero points, and its groups may be divided; matrices
-        that the format does not hold exactly are dequantized and rounded again.
+        that the format does not hold exactly are dequantized and rounded again. "Q4_0", "Q8_0":
+        rounded to a type of GGUF files and `packed`.
       sharding_of: the sharding of a parameter, by its logical axes; each device and process reads
         only its part. None: the default device.
       lazy_blocks: do not read the blocks. `Checkpoint.read_block` reads and quantizes one of them;
@@ -171,8 +174,8 @@ def load_checkpoint(
             'jax.config.update("jax_enable_x64", True), or pass dtype="float32"'
         )
     form: Weights = None
-    if packed and weights is None and sharding_of is None and not lazy_blocks:
-        form = _packed(path, config, dtype)
+    if packed and sharding_of is None and not lazy_blocks:
+        form = _packed(path, config, dtype, parse_weights(weights))
     if form is None:
         form = _format(config, quantization, stored, parse_weights(weights))
     module = build(config, dtype, form)
@@ -221,8 +224,8 @@ def weight_format(
     Raises as `load_checkpoint`. Reads only config.json if the checkpoint is not quantized.
     """
     path, form = pathlib.Path(path), parse_weights(weights)
-    if form is None and packed:
-        own = _packed(path, load_config(path), jnp.dtype(dtype or np.float32))
+    if packed:
+        own = _packed(path, load_config(path), jnp.dtype(dtype or np.float32), form)
         if own is not None:
             return own
     if not is_quantized(path):
@@ -230,17 +233,40 @@ def weight_format(
     return _format(*_open(path), form)
 
 
-def _packed(path: pathlib.Path, config: DecoderConfig, dtype: Any) -> PackedWeights | None:
-    """Returns the types of the matrices that stay as in a GGUF file, None if none do."""
-    if (
-        not (path / GGUF_INDEX).is_file()
-        or dtype not in PACKED_DTYPES
-        or not cpu_build.is_default()
-    ):
-        return None
-    from models.gguf import files as gguf_files  # imports the packages gguf and tokenizers
+def _packed(
+    path: pathlib.Path, config: DecoderConfig, dtype: Any, form: WeightFormat | str | None
+) -> PackedWeights | None:
+    """Returns the types of the matrices that are packed, None if none are.
 
-    return gguf_files.packed_types(path, config)
+    Args:
+      path: the directory, of a GGUF file if `form` is None.
+      config, dtype: of the model.
+      form: one of `ROUNDED`, to which matrices of blocks are rounded; None: the types of the file.
+    """
+    if dtype not in PACKED_DTYPES or form not in (None, *ROUNDED) or not cpu_build.is_default():
+        return None
+    if (path / GGUF_INDEX).is_file():
+        from models.gguf import files as gguf_files  # imports the packages gguf and tokenizers
+
+        return gguf_files.packed_types(path, config, form)
+    return None if form is None else _rounded_types(config, form)
+
+
+def _rounded_types(config: DecoderConfig, form: str) -> PackedWeights | None:
+    """Returns the type of the matrices of blocks, None for a model that has experts or is a head.
+
+    Raises ValueError for a matrix that does not fit it.
+    """
+    if config.num_experts is not None or isinstance(config, EagleConfig):
+        return None
+    shapes, types = parameter_shapes(config, None), []
+    for tensor in tensors_of(config):
+        if tensor.is_block_matrix and tensor.matrix is not None:
+            shape = shapes[tensor.path].value.shape
+            inputs = math.prod(shape[-tensor.inputs :])
+            check_fits(form, tensor.matrix, math.prod(shape) // inputs, inputs)
+            types.append((tensor.matrix, form))
+    return PackedWeights(tuple(types))
 
 
 def load_config(path: str | os.PathLike) -> DecoderConfig:
@@ -426,7 +452,7 @@ def _format(
     config: DecoderConfig,
     quantization: QuantizationConfig | None,
     stored: list[_Found],
-    weights: WeightFormat | Literal["none"] | None,
+    weights: WeightFormat | str | None,
 ) -> WeightFormat | None:
     """Returns the format of the blocks' matrices in a module; raises if it cannot be `weights`.
 
@@ -445,7 +471,11 @@ def _format(
     if weights == "none" or not found:
         return rounded_format(weights)
     form = common_format(found)
-    exact = form if weights is None else with_smaller_groups(form, weights)
+    exact: WeightFormat | None = None
+    if weights is None:
+        exact = form
+    elif isinstance(weights, WeightFormat):
+        exact = with_smaller_groups(form, weights)
     if exact is None:
         return rounded_format(weights)
     if plain and (weights is None or exact.zeros or exact.is_float):
@@ -625,12 +655,12 @@ def _parameter_reader(
 
         return gguf_files.MappedTensors(gguf_files.weights_of(path, module.config))
 
-    def packed_matrix(tensor: Tensor) -> dict[tuple[str, ...], np.ndarray]:
+    def packed_matrix(tensor: Tensor, to: str) -> np.ndarray:
         from models.gguf import files as gguf_files
 
         weight = gguf_files.weights_of(path, module.config)[tensor.name]
         assert isinstance(weight, gguf_files.Weight)
-        return {tensor.path: weight.packed(tensor.fused)}
+        return weight.packed(tensor.fused, to)
 
     def unpacked(tensor: Tensor, places: dict[str, Stored]) -> Matrix:
         # A fused matrix is unpacked once for adjacent parameters.
@@ -647,8 +677,9 @@ def _parameter_reader(
     def read(tensor: Tensor, where: _Place) -> dict[tuple[str, ...], np.ndarray]:
         whole, inputs = shapes[tensor.path].value.shape, tensor.inputs
         shape = tensor.part_shape(whole)
-        if is_packed and tensor.matrix and module.weights.type_of(tensor.matrix):
-            return packed_matrix(tensor)
+        kind = module.weights.type_of(tensor.matrix) if is_packed and tensor.matrix else None
+        if kind is not None and (path / GGUF_INDEX).is_file():
+            return {tensor.path: packed_matrix(tensor, kind)}
         form = module.weights if tensor.is_block_matrix and not is_packed else None
         found = None
         if isinstance(where, Stored):
@@ -659,7 +690,10 @@ def _parameter_reader(
                 found = parameters(matrix, form, shape, inputs)
             else:
                 values = matrix.dequantized().reshape(shape)
-        if found is None:
+        if kind is not None:
+            rows = values.reshape(-1, math.prod(shape[len(shape) - inputs :]))
+            found = {tensor.path[-1]: pack(rows.astype(np.float32), "F32", to=kind)}
+        elif found is None:
             found = quantize(values, form, inputs) if form else {tensor.path[-1]: values}
         return {(*tensor.path[:-1], name): values for name, values in found.items()}
 

@@ -17,11 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from pallas_kernels.cpu.packed import FORMATS as PACKED
+from pallas_kernels.cpu.packed import OUTPUTS, ROUNDED
+
 DTYPES = {4: jnp.int4, 8: jnp.int8}
 NONE: Literal["none"] = "none"  # dequantize a quantized checkpoint
 INT4_GROUP = 128  # of the format "int4"
 BLOCK = "layers_"  # before the index of a layer, in the names of parameters
 FORMATS = "'int8', 'int4', or either with a group, such as 'int4:32'"
+ON_CPU = f"{FORMATS}; on a CPU also {' or '.join(map(repr, ROUNDED))}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +56,7 @@ class WeightFormat:
         pattern = r"(int4|int8|float8)(?::([1-9]\d*|channel))?(\+zeros)?"
         match = re.fullmatch(pattern, text) if isinstance(text, str) else None
         if match is None:
-            raise ValueError(f"weights={text!r} is unknown: use {FORMATS}")
+            raise ValueError(f"weights={text!r} is unknown: use {ON_CPU}")
         kind, group, zeros = match.groups()
         bits = int(kind[-1])
         if group is None:
@@ -179,27 +183,43 @@ def format_of(weights: Weights, name: str) -> WeightFormat | str | None:
 
 def parse_weights(
     weights: "str | WeightFormat | None",
-) -> WeightFormat | Literal["none"] | None:
+) -> WeightFormat | str | None:
     """Returns the format of the argument `weights` of `magicjax.load`.
 
-    None: as stored; "none": not quantized.
+    None: as stored; `NONE`: not quantized; one of `ROUNDED`: rounded and packed.
 
     Raises ValueError for another value than a format or its text.
     """
-    if weights is None or isinstance(weights, WeightFormat):
+    if weights is None or isinstance(weights, WeightFormat) or weights in (NONE, *ROUNDED):
         return weights
-    return NONE if weights == NONE else WeightFormat.parse(weights)
+    return WeightFormat.parse(weights)
 
 
-def rounded_format(weights: WeightFormat | Literal["none"] | None) -> WeightFormat | None:
+def rounded_format(weights: WeightFormat | str | None) -> WeightFormat | None:
     """Returns the format of matrices that are rounded to the result of `parse_weights`.
 
-    Raises ValueError for a format to which nothing is rounded.
+    Raises ValueError for a format to which nothing is rounded, and for one of `ROUNDED`.
     """
     if weights is None or weights == NONE:
         return None
+    if isinstance(weights, str):
+        raise ValueError(
+            f"weights={weights!r} needs a dense model in files, float32, bfloat16 or float16, and "
+            "one CPU with the native kernels; it excludes offload=True and activations='float': "
+            "omit them, or use 'int4:32' or 'int8'"
+        )
     weights.check_rounding()
     return weights
+
+
+def check_fits(form: str, name: str, outputs: int, inputs: int) -> None:
+    """Raises ValueError unless a matrix can be packed as one of `ROUNDED`."""
+    packed = PACKED[form]
+    if not packed.fits(outputs, inputs):
+        raise ValueError(
+            f"weights={form!r}: {name} has {outputs} outputs and {inputs} inputs, which must be "
+            f"multiples of {OUTPUTS} and {packed.inputs}: use 'int8'"
+        )
 
 
 def quantize(weight: Any, form: WeightFormat, inputs: int, xp: Any = np) -> dict[str, Any]:

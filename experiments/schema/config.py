@@ -108,7 +108,7 @@ class Experiment(Strict):
     """Type of weights, activations and caches; exactness is guaranteed in float32."""
     target_weights: Annotated[str, AfterValidator(_weights)] = setting("")
     """Quantize the target's matrices: int8 with a scale per output, int4 or int4:32 with one per
-    group of 128 or 32 inputs. If not set: as stored."""
+    group of 128 or 32 inputs, Q4_0 or Q8_0 on a CPU. If not set: as stored."""
     offload: Annotated[Literal["", "yes"], BeforeValidator(_offload)] = setting("")
     """yes: stream the target's weights from host memory, layer by layer.
     If not set: the weights are on the device."""

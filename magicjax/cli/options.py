@@ -70,8 +70,8 @@ def add_weights(parser: Any) -> None:
         type=_weights,
         metavar="FORMAT",
         help="quantize the target's matrices: int8 with a scale per output, int4 or int4:32 with "
-        "one per group of 128 or 32 inputs; none: dequantize a quantized checkpoint; default: as "
-        "stored",
+        "one per group of 128 or 32 inputs, Q4_0 or Q8_0 on a CPU; none: dequantize a quantized "
+        "checkpoint; default: as stored",
     )
     parser.add_argument(
         "--offload",

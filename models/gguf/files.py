@@ -34,7 +34,7 @@ from models.gguf.tokenizer import read_tokenizer, unsupported
 from models.hf_config import read_config, write_config
 from models.hf_tensors import GGUF_INDEX, Fused, Interleaved, Tensor, tensors_of
 from models.positions import Rope, frequencies
-from models.quantized import BLOCK, PackedWeights
+from models.quantized import BLOCK, PackedWeights, check_fits
 from models.quantized_checkpoints import MXFP4_GROUP, MXFP4_PARTS
 from pallas_kernels.cpu.packed import FORMATS, OUTPUTS, pack
 
@@ -162,13 +162,15 @@ class Weight(NamedTuple):
         fits = is_matrix and kind in FORMATS and FORMATS[kind].fits(OUTPUTS, self.stored.shape[1])
         return kind if fits else None
 
-    def packed(self, fused: Fused | Interleaved | None) -> np.ndarray:
-        """Returns the packed matrix of a parameter, which may have some of the rows."""
+    def packed(self, fused: Fused | Interleaved | None, to: str) -> np.ndarray:
+        """Returns the packed matrix, of type `to`, of a parameter, which may have some rows."""
         rows = np.arange(self.stored.shape[0])
         rows = unpermute(rows, self.heads) if self.heads else rows
         rows = rows if self.group is None else grouped(rows, *self.group)
         rows = rows if fused is None else fused.part(rows)
-        return pack(self.stored.data, self.stored.type_name, rows)
+        if self.stored.type_name in FORMATS:
+            return pack(self.stored.data, self.stored.type_name, rows, to)
+        return pack(self.stored.dequantized(), "F32", rows, to)
 
 
 class Experts(NamedTuple):
@@ -677,8 +679,18 @@ def _indexed_weights(file: str, index: str, config: DecoderConfig) -> dict[str, 
     return _weights(config, tensors)
 
 
-def packed_types(path: pathlib.Path, config: DecoderConfig) -> PackedWeights | None:
-    """Returns the types of the matrices that stay as in the file; None if there are none."""
+def packed_types(
+    path: pathlib.Path, config: DecoderConfig, to: str | None = None
+) -> PackedWeights | None:
+    """Returns the types of the matrices that are packed; None if there are none in blocks.
+
+    Args:
+      path: of a directory of `write_directory`.
+      config: of the model.
+      to: the type to which matrices of blocks are rounded; None: all stay as in the file.
+
+    Raises ValueError for a matrix of a block that does not fit `to`.
+    """
     if config.num_experts is not None:
         return None
     weights, types = weights_of(path, config), []
@@ -686,11 +698,14 @@ def packed_types(path: pathlib.Path, config: DecoderConfig) -> PackedWeights | N
         weight = weights[tensor.name]
         if tensor.matrix is None or not isinstance(weight, Weight):
             continue
-        if kind := weight.packed_type:
-            rows = np.arange(weight.stored.shape[0])
-            rows = rows if tensor.fused is None else tensor.fused.part(rows)
-            if len(rows) % OUTPUTS == 0:
-                types.append((tensor.matrix, kind))
+        rows = np.arange(weight.stored.shape[0])
+        rows = rows if tensor.fused is None else tensor.fused.part(rows)
+        kind = weight.packed_type
+        if to is not None and tensor.is_block_matrix:
+            check_fits(to, tensor.matrix, len(rows), weight.stored.shape[1])
+            kind = to
+        if kind is not None and len(rows) % OUTPUTS == 0:
+            types.append((tensor.matrix, kind))
     in_blocks = any(name.startswith(BLOCK) for name, _ in types)
     return PackedWeights(tuple(types)) if in_blocks else None
 

@@ -16,6 +16,7 @@
 //   bit v from vector v. The fifth and sixth follow in 2 x 64 bytes, bits 2v from v and from v + 4.
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <thread>
@@ -481,6 +482,47 @@ int read_unit(int64_t type, const uint8_t* p, Row* row) {
   }
 }
 
+// Writes a row of a file in float32.
+void widen_row(int64_t type, const uint8_t* p, int64_t inputs, float* to) {
+  if (type == 0) {
+    std::memcpy(to, p, inputs * sizeof(float));
+    return;
+  }
+  with_format(type, [&](auto format) {
+    using F = decltype(format);
+    Row row;
+    for (int64_t done = 0; done < inputs; done += F::inputs) {
+      p += read_unit(type, p, &row);
+      float scale = half_at(row.scale), minimum = F::has_min ? half_at(row.minimum) : 0;
+      for (int k = 0; k < F::inputs; k++) {
+        int part = k / F::scaled;
+        float own = scale, least = minimum;
+        if constexpr (F::is_k) {
+          own = scale * (typename F::Scale)row.scales[part];
+          if constexpr (F::has_min) least = -minimum * row.minima[part];
+        }
+        int offset = F::log2_offset < 0 ? 0 : 1 << F::log2_offset;
+        to[done + k] = (row.values[k] - offset) * own + least;
+      }
+    }
+  });
+}
+
+// Rounds 32 numbers to Q4_0, whose element with the largest magnitude becomes -8, or to Q8_0.
+void round_unit(int64_t type, const float* x, Row* row) {
+  float extreme = 0;
+  for (int k = 0; k < GROUP; k++)
+    if (std::abs(x[k]) > std::abs(extreme)) extreme = x[k];
+  bool is_4 = type == 2;
+  float scale = is_4 ? extreme / -8 : std::abs(extreme) / 127, inverse = scale ? 1 / scale : 0;
+  f16 half;
+  narrow(scale, &half);
+  std::memcpy(row->scale, &half, 2);
+  for (int k = 0; k < GROUP; k++)
+    row->values[k] = is_4 ? std::clamp((int)std::floor(x[k] * inverse + 8.5f), 0, 15)
+                          : 128 + (int)std::round(x[k] * inverse);
+}
+
 // Writes a unit of 16 outputs.
 template <class F>
 void write_unit(const Row* rows, uint8_t* unit) {
@@ -528,20 +570,29 @@ extern "C" int magicjax_packed_bytes(int64_t type) {
 }
 
 // Packs rows of a GGUF file, each `row_bytes` long; row i of the matrix is row order[i] of the file.
-extern "C" void magicjax_pack(int64_t type, const uint8_t* from, const int32_t* order,
-                              int64_t outputs, int64_t inputs, int64_t row_bytes, uint8_t* to,
+// If `to` is not their `type`, which may be 0 for float32, they are rounded to Q4_0 or Q8_0.
+extern "C" void magicjax_pack(int64_t type, int64_t to, const uint8_t* from, const int32_t* order,
+                              int64_t outputs, int64_t inputs, int64_t row_bytes, uint8_t* packed,
                               int threads) {
   std::atomic<int64_t> next{0};
   auto work = [&] {
     Row rows[OUTPUTS];
+    std::vector<float> wide(type == to ? 0 : OUTPUTS * inputs);
     for (int64_t b; (b = next++) < outputs / OUTPUTS;)
-      with_format(type, [&](auto format) {
+      with_format(to, [&](auto format) {
         const uint8_t* at[OUTPUTS];
-        for (int o = 0; o < OUTPUTS; o++) at[o] = from + order[b * OUTPUTS + o] * row_bytes;
+        for (int o = 0; o < OUTPUTS; o++) {
+          at[o] = from + order[b * OUTPUTS + o] * row_bytes;
+          if (type != to) widen_row(type, at[o], inputs, &wide[o * inputs]);
+        }
         int64_t units = inputs / format.inputs;
         for (int64_t u = 0; u < units; u++) {
-          for (int o = 0; o < OUTPUTS; o++) at[o] += read_unit(type, at[o], &rows[o]);
-          write_unit<decltype(format)>(rows, to + (b * units + u) * format.bytes);
+          for (int o = 0; o < OUTPUTS; o++)
+            if (type == to)
+              at[o] += read_unit(type, at[o], &rows[o]);
+            else
+              round_unit(to, &wide[o * inputs + u * GROUP], &rows[o]);
+          write_unit<decltype(format)>(rows, packed + (b * units + u) * format.bytes);
         }
       });
   };

@@ -102,6 +102,9 @@ FORMATS = {
 }
 
 
+ROUNDED = ("Q4_0", "Q8_0")  # to which other matrices can be rounded
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Packed:
@@ -123,41 +126,45 @@ class Packed:
 
 
 def pack(
-    stored: UInt8[np.ndarray, "rows bytes"],
+    stored: UInt8[np.ndarray, "rows bytes"] | Float[np.ndarray, "rows inputs"],
     form: str,
     order: np.ndarray | None = None,
+    to: str | None = None,
     threads: int = 2,
 ) -> UInt8[np.ndarray, "blocks units bytes"]:
     """Returns a matrix as a GGUF file has it, packed.
 
     Args:
-      stored: the bytes of each row.
-      form: name of its type in `FORMATS`, which `fits`.
+      stored: the bytes of each row, or its elements in float32.
+      form: name of its type in `FORMATS`, or "F32".
       order: the row of the file of each output; None: all rows.
+      to: another type, of `ROUNDED`, to which elements are rounded as llama.cpp does; None: `form`.
       threads: that pack.
 
-    Raises RuntimeError without the native kernels, and ValueError for rows that do not exist.
+    Raises RuntimeError without the native kernels, and ValueError for rows that do not exist, or
+    that the format does not fit.
     """
     import gguf  # takes a third of a second to import, and only files need it
 
+    to = form if to is None else to
     library = build.library()
     if library is None:
-        raise RuntimeError(
-            f"a matrix in {form} needs the CPU kernels: {build.unavailable_reason()}"
-        )
+        raise RuntimeError(f"a matrix in {to} needs the CPU kernels: {build.unavailable_reason()}")
     size, octets = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[form]]
+    stored = np.ascontiguousarray(stored).view(np.uint8)
     rows, row = stored.shape
     order = np.arange(rows) if order is None else order
     if order.size and not 0 <= order.min() <= order.max() < rows:
         raise ValueError(f"order has rows from {order.min()} to {order.max()} of {rows}")
-    outputs = len(order)
-    packed = _aligned(FORMATS[form].shape(outputs, row // octets * size))
+    outputs, inputs = len(order), row // octets * size
+    if not FORMATS[to].fits(outputs, inputs) or (to != form and to not in ROUNDED):
+        raise ValueError(f"a matrix [{outputs}, {inputs}] in {form} cannot be packed as {to}")
+    packed = _aligned(FORMATS[to].shape(outputs, inputs))
     order = np.ascontiguousarray(order, np.int32)
-    stored = np.ascontiguousarray(stored)
     at = [ctypes.c_void_p(array.ctypes.data) for array in (stored, order, packed)]
-    sizes = [ctypes.c_int64(x) for x in (outputs, row // octets * size, row)]
-    number = ctypes.c_int64(FORMATS[form].number)
-    library.magicjax_pack(number, *at[:2], *sizes, at[2], ctypes.c_int(threads))
+    sizes = [ctypes.c_int64(x) for x in (outputs, inputs, row)]
+    types = [ctypes.c_int64(gguf.GGMLQuantizationType[name]) for name in (form, to)]
+    library.magicjax_pack(*types, *at[:2], *sizes, at[2], ctypes.c_int(threads))
     return packed
 
 
@@ -170,6 +177,16 @@ def _aligned(shape: tuple[int, ...]) -> UInt8[np.ndarray, "..."]:
     octets = np.empty(size + ALIGNMENT, np.uint8)
     start = -octets.ctypes.data % ALIGNMENT
     return octets[start : start + size].reshape(shape)
+
+
+def take_blocks(
+    data: UInt8[Array, "blocks units bytes"], blocks: Int[np.ndarray, "B"]
+) -> UInt8[Array, "B units bytes"]:
+    """Returns some blocks of 16 outputs of a packed matrix."""
+    host = np.asarray(data)
+    chosen = _aligned((len(blocks), *host.shape[1:]))
+    np.take(host, blocks, axis=0, out=chosen)
+    return jax.device_put(chosen)
 
 
 def products(

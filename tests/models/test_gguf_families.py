@@ -289,6 +289,55 @@ def test_quantized_rows_of_a_family_are_those_of_its_parameters(case, tmp_path, 
         np.testing.assert_array_equal(x.reshape(right[where].shape), right[where])
 
 
+@pytest.mark.skipif(not build.is_available(), reason="needs the CPU kernels")
+@pytest.mark.parametrize("kind", ["Q8_0", "F16"])
+def test_matrices_of_blocks_are_rounded_from_any_source(kind, tmp_path, random_params):
+    """Those of a file or a directory, also rows of fused ones; the embedding stays as it is."""
+    config = dataclasses.replace(
+        models.load_config(GOLDEN / "phi3"), hidden_size=64, intermediate_size=96, head_dim=16,
+        num_heads=4, num_kv_heads=2, vocab_size=48,
+    )  # fmt: skip
+    plain, module = tmp_path / "plain", models.build(config)
+    models.save_checkpoint(plain, module, random_params(module))
+    sizes = {"rope.dimension_count": 16}
+    path = write(tmp_path / "m.gguf", "phi3", plain, matrices=kind, **sizes)
+    write_directory(read_gguf(path), tmp_path)
+    for folder in (tmp_path, plain):
+        found = models.load_checkpoint(folder, weights="Q4_0")
+        dense = models.load_checkpoint(folder, weights="none").params["params"]
+        types = dict(found.module.weights.types)
+        assert types.get("embedding") == ("Q8_0" if (kind, folder) == ("Q8_0", tmp_path) else None)
+        blocks = {where: t for where, t in types.items() if where.startswith("layers_")}
+        assert set(blocks.values()) == {"Q4_0"} and len(blocks) == 7 * config.num_layers
+        right = flax.traverse_util.flatten_dict(dense)
+        q4 = gguf.GGMLQuantizationType.Q4_0
+        for where, x in dense_params(found):
+            wide = np.asarray(right[where], np.float32)
+            if where[0].startswith("layers_") and types.get("/".join(where[:-1])):
+                rows = wide.reshape(-1, 64 if x.shape[-1] in (16, 64) else 96)
+                wide = gguf.dequantize(gguf.quantize(rows, q4), q4)
+            np.testing.assert_array_equal(x.reshape(wide.shape), wide)
+
+
+def test_types_of_files_are_for_the_kernels_alone(tmp_path, random_params, tiny):
+    models.save_checkpoint(tmp_path / "m", tiny[0], random_params(tiny[0]))
+    for options in (dict(packed=False), dict(lazy_blocks=True)):
+        with pytest.raises(
+            ValueError, match="weights='Q4_0' needs a dense model in files, float32"
+        ):
+            models.load_checkpoint(tmp_path / "m", weights="Q4_0", **options)
+
+
+@pytest.mark.skipif(not build.is_available(), reason="needs the CPU kernels")
+def test_a_matrix_that_does_not_fit_a_type_is_refused(tmp_path, random_params, tiny):
+    models.save_checkpoint(tmp_path / "m", tiny[0], random_params(tiny[0]))
+    message = (
+        "layers_0/attention/q has 8 outputs and 8 inputs, which must be multiples of 16 and 32"
+    )
+    with pytest.raises(ValueError, match=message):
+        models.load_checkpoint(tmp_path / "m", weights="Q4_0")
+
+
 def test_a_file_of_gemma_2_without_a_window_has_that_of_llama_cpp():
     fields = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "hidden_size": 32, "num_layers": 2}
     raw = files._of_family("gemma2", fields, {}, {})

@@ -72,6 +72,30 @@ def test_some_rows_of_a_file_are_packed():
         packed.pack(rows, "Q4_K", np.arange(32, 97))
 
 
+@pytest.mark.parametrize("to", packed.ROUNDED)
+@pytest.mark.parametrize("form", ["F32", *FORMATS])
+def test_matrices_are_rounded_as_llama_cpp_does(form, to):
+    if form == "F32":
+        rows = wide = np.random.default_rng(3).standard_normal((48, INPUTS)).astype(np.float32)
+        wide[7, 32:64] = 0
+    else:
+        rows = stored(form, 48)
+        wide = dense(form, rows)
+    order = np.random.default_rng(4).permutation(48)[:32]
+    right = dense(to, gguf.quantize(wide, gguf.GGMLQuantizationType[to]))[order]
+    found = Packed(packed.pack(rows, form, order, None if form == to else to), to, (32,))
+    if form == to:
+        right = wide[order]
+    np.testing.assert_array_equal(packed.dequantize(found, np), right)
+
+
+def test_a_matrix_is_rounded_to_no_other_type():
+    with pytest.raises(ValueError, match="in F32 cannot be packed as Q4_K"):
+        packed.pack(np.zeros((16, 256), np.float32), "F32", to="Q4_K")
+    with pytest.raises(ValueError, match=r"\[16, 40\] in F32 cannot be packed as Q4_0"):
+        packed.pack(np.zeros((16, 40), np.float32), "F32", to="Q4_0")
+
+
 def test_jax_uses_packed_memory_without_a_copy():
     data = packed.pack(stored("Q8_0", 64), "Q8_0")
     assert jax.device_put(data).unsafe_buffer_pointer() == data.ctypes.data
