@@ -5,6 +5,7 @@ import functools
 import logging
 import os
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -14,6 +15,7 @@ from jax.sharding import Mesh
 
 import models
 from magicjax import compilation_cache, placement
+from magicjax.checks import check_whole
 from magicjax.model import Model
 from magicjax.parallel import offloading, pipeline_stages
 from magicjax.parallel.layouts import Layout, Offloaded, Pipelined, Resident
@@ -35,6 +37,7 @@ def load(
     *,
     weights: str | models.WeightFormat | None = None,
     activations: str = "int8",
+    draft_vocab: int | None = None,
     seed: int = 0,
     mesh: Mesh | None = None,
     shards: int | None = None,
@@ -57,11 +60,15 @@ def load(
       weights: quantize the blocks' matrices, one by one: "int8" with a scale for each output
         channel, "int4" or "int4:32" with one for each group of 128 or 32 inputs. A quantized
         checkpoint stays exact in its own format and in smaller groups of it, such as "float8:64".
-        None: as stored; matrices of a quantized checkpoint stay quantized. "none": dequantize them.
+        "Q4_0" or "Q8_0": types of GGUF files, for the CPU kernels; embedding and output matrix stay
+        as stored. None: all as stored; matrices of a quantized checkpoint stay quantized. "none":
+        dequantize them.
       activations: "int8": with weights=None, matrices of a GGUF file stay in its types on a CPU
-        without mesh and offload, and products round activations to 8 bits. "float": as on
-        other devices, they become integers with float32 scales if all matrices of blocks can, else
-        floating-point, and activations are not rounded.
+        without mesh and offload, and products round activations to 8 bits, as they do with "Q4_0"
+        and "Q8_0". "float": as on other devices, matrices become integers with float32 scales if
+        all matrices of blocks can, else floating-point, and activations are not rounded.
+      draft_vocab: rows of a draft model's output matrix, a multiple of 16: it proposes only the
+        first tokens of its vocabulary and those that end a text, and reads all. None: all tokens.
       seed: of a preset's weights.
       mesh: of devices (`make_mesh`); each device receives only its part.
       shards: number of devices along the mesh's `model` axis that divide a small draft; None: all.
@@ -77,7 +84,8 @@ def load(
         host memory is too small.
     """
     options: Any = dict(weights=weights, seed=seed, mesh=mesh, shards=shards, stages=stages)
-    return _load(source, dtype, offload=offload, packed=_is_packed(activations), **options)
+    options |= dict(offload=offload, draft_vocab=draft_vocab)
+    return _load(source, dtype, packed=_is_packed(activations), **options)
 
 
 def _load(
@@ -92,6 +100,7 @@ def _load(
     seed: int = 0,
     tokenizer: Any = None,
     packed: bool = True,
+    draft_vocab: int | None = None,
 ) -> Model:
     """Returns what `load` does, with a tokenizer if one is given, else with that of the source."""
     compilation_cache.enable()  # conversions of weights are programs too
@@ -112,6 +121,7 @@ def _load(
         module = models.build(config_of(source), dtype, weight_format(source, form))
         _check_random(module, source)
         params, layout = _initialized(module, seed, stages, offload, sharding_of)
+        module, params = _cut(module, params, draft_vocab)
         name = _name(source, path)
         return Model(module, params, tokenizer, name=name, shards=shards, layout=layout)
     tokenizer = load_tokenizer(source) if tokenizer is None else tokenizer
@@ -126,9 +136,10 @@ def _load(
     )
     params, layout = _laid_out(checkpoint, stages, offload, sharding_of)
     if isinstance(types := checkpoint.module.weights, models.PackedWeights):
-        logger.info("weights stay in %s, and products round activations to 8 bits", types)
+        logger.info("weights are in %s, and products round activations to 8 bits", types)
+    module, params = _cut(checkpoint.module, params, draft_vocab, checkpoint.eos_token_ids)
     return Model(
-        checkpoint.module,
+        module,
         params,
         tokenizer=tokenizer,
         name=_name(source, path),
@@ -137,6 +148,16 @@ def _load(
         shards=shards,
         layout=layout,
     )
+
+
+def _cut(
+    module: nn.Module, params: Any, draft_vocab: int | None, ends: Sequence[int] = ()
+) -> tuple[nn.Module, Any]:
+    """Returns module and parameters with the draft vocabulary, if there is one."""
+    if draft_vocab is None:
+        return module, params
+    check_whole("draft_vocab", draft_vocab, 1)
+    return models.with_draft_vocab(module, params, draft_vocab, ends)
 
 
 def _check_random(module: nn.Module, source: str | os.PathLike) -> None:
@@ -267,6 +288,7 @@ def skeleton(
     offload: bool = False,
     tokenizer: Any = None,
     packed: bool = True,
+    draft_vocab: int | None = None,
 ) -> Model:
     """Returns the model of a source without weights.
 
@@ -274,7 +296,7 @@ def skeleton(
     `with_weights` loads it. The blocks of an offloaded model are shapes.
 
     Args:
-      source, dtype, weights, shards, offload: as for `load`.
+      source, dtype, weights, shards, offload, draft_vocab: as for `load`.
       tokenizer: of the model; None: that of the source, if it has one.
       packed: whether the matrices of a GGUF file stay as they are, as `load` keeps them on a CPU
         without a mesh.
@@ -285,6 +307,7 @@ def skeleton(
     layout = Offloaded(offloading.shapes(module)) if offload else Resident()
     directory = directory_of(source, weights=False)
     ids = {} if directory is None else models.special_tokens(directory)
+    module, _ = _cut(module, None, draft_vocab, ids.get("eos_token_ids", ()))
     return Model(
         module,
         params=None,
@@ -303,6 +326,7 @@ def skeleton(
             offload=offload,
             tokenizer=tokenizer,
             packed=packed,
+            draft_vocab=draft_vocab,
         ),
     )
 

@@ -202,7 +202,7 @@ class Model:
         """Returns the tokens of rows of the draft vocabulary; without one, the rows."""
         if not self.has_draft_vocab:
             return rows
-        return tokens_of_rows(self.params["params"]["vocab_map"], self.config.embedding_rows)[rows]
+        return tokens_of_rows(self.params["params"]["vocab_map"], self.config.output_rows)[rows]
 
     def over_tokens(self, probs: Float[Array, "*B R"]) -> Float[Array, "*B V"]:
         """Returns probabilities of all tokens, given those of the rows of `draft_logits`."""

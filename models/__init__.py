@@ -17,6 +17,7 @@ from models.build import (
     split_blocks,
 )
 from models.decoder import Decoder, DecoderConfig, of_layers, output_matrix
+from models.draft_vocab import with_draft_vocab
 from models.eagle import EagleConfig, EagleHead
 from models.families import FAMILIES, family_config
 from models.hf_saving import save_checkpoint
@@ -31,7 +32,7 @@ from models.huggingface import (
     stored_dtype,
     weight_format,
 )
-from models.layers import Attend, LayerAttend, PassResult, in_every_layer
+from models.layers import NEVER, Attend, LayerAttend, PassResult, in_every_layer
 from models.positions import Alibi, LearnedPositions, Rope
 from models.presets import PRESETS, preset
 from models.quantized import (
@@ -49,6 +50,7 @@ from models.quantized import (
 __all__ = [
     "BLOCK",
     "FAMILIES",
+    "NEVER",
     "PRESETS",
     "Alibi",
     "Attend",
@@ -97,4 +99,5 @@ __all__ = [
     "split_blocks",
     "stored_dtype",
     "weight_format",
+    "with_draft_vocab",
 ]

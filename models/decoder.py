@@ -122,10 +122,11 @@ class DecoderConfig:
         included; None: every layer sees the whole text.
       full_layers: the layers without a window, in order; the others have it.
       window_positions: the rotary settings of the windowed layers; None: those of `positions`.
-      draft_vocab_size: for a draft model with embeddings of its most frequent tokens only, the
-        number of embeddings. The last stands for all other tokens, and is never predicted. The
-        parameter `vocab_map`, int32 [V], has the embedding of each token. None: every token has
-        its own.
+      draft_vocab_size: for a draft model with output rows of its most frequent tokens only, the
+        number of rows. The last stands for all other tokens, and is never predicted. The parameter
+        `vocab_map`, int32 [V], has the row of each token. None: every token has its own.
+      embeds_all: whether such a model has an embedding for every token; if not, its embeddings
+        are those of the output rows.
     """
 
     vocab_size: int
@@ -168,6 +169,7 @@ class DecoderConfig:
     full_layers: tuple[int, ...] = ()
     window_positions: Rope | None = None
     draft_vocab_size: int | None = None
+    embeds_all: bool = False
 
     def __post_init__(self):
         if self.embedding_size == self.hidden_size:
@@ -300,9 +302,14 @@ class DecoderConfig:
         return self.head_dim + (ALIBI_COLUMNS if isinstance(self.positions, Alibi) else 0)
 
     @property
+    def output_rows(self) -> int:
+        """The number of rows of the output matrix."""
+        return self.draft_vocab_size or self.vocab_size
+
+    @property
     def embedding_rows(self) -> int:
         """The number of rows of the embedding."""
-        return self.draft_vocab_size or self.vocab_size
+        return self.vocab_size if self.embeds_all else self.output_rows
 
     @property
     def embedding_axis(self) -> tuple[int, str | None]:
@@ -554,15 +561,15 @@ class Decoder(nn.Module):
         width, axis = c.embedding_axis
         normal = nn.initializers.normal(0.02)
         init = nn.with_logical_partitioning(normal, (VOCAB, axis))
-        shape = (c.embedding_rows // self.split.shards, width)
 
-        def tokens_by_width(name: str) -> Array | Packed:
+        def tokens_by_width(name: str, rows: int) -> Array | Packed:
+            shape = (rows // self.split.shards, width)
             form = self.weights.type_of(name) if isinstance(self.weights, PackedWeights) else None
             if form is None:
                 return self.param(name, init, shape, self.dtype)
             return packed_param(self, name, form, ((shape[0], VOCAB),), ((width, axis),))
 
-        self.embedding = tokens_by_width("embedding")
+        self.embedding = tokens_by_width("embedding", c.embedding_rows)
         if isinstance(c.positions, LearnedPositions):
             rows = nn.with_logical_partitioning(normal, (None, EMBED))
             table = (c.max_positions + c.positions.offset, c.hidden_size)
@@ -579,7 +586,7 @@ class Decoder(nn.Module):
             norm = c.hidden_size, c.norm_eps, self.dtype, EMBED, self.backend
             self.norm = NORMS[c.norm](*norm)
         if not c.tie_embeddings:
-            self.unembedding = tokens_by_width("unembedding")
+            self.unembedding = tokens_by_width("unembedding", c.output_rows)
         if c.draft_vocab_size is not None:
             zeros = nn.with_logical_partitioning(nn.initializers.zeros, (None,))
             self.vocab_map = self.param("vocab_map", zeros, (c.vocab_size,), jnp.int32)
@@ -617,7 +624,7 @@ class Decoder(nn.Module):
         must be finite, as 0 attention times NaN is NaN for other tokens.
         """
         c = self.config
-        if c.draft_vocab_size is not None:
+        if c.draft_vocab_size is not None and not c.embeds_all:
             tokens = self.vocab_map[tokens]
         if isinstance(self.embedding, Packed):
             x = packed_rows(self.embedding, tokens, self.backend).astype(self.dtype)

@@ -163,7 +163,7 @@ class EagleHead(nn.Module):
             shape = (c.vocab_size, c.hidden_size)
             self.embedding = self.param("embedding", init, shape, self.dtype)
         if c.own_unembedding:
-            shape = (c.embedding_rows, c.hidden_size)
+            shape = (c.output_rows, c.hidden_size)
             self.unembedding = self.param("unembedding", init, shape, self.dtype)
         if c.draft_vocab_size is not None:
             zeros = nn.with_logical_partitioning(nn.initializers.zeros, (None,))

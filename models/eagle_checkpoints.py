@@ -134,7 +134,7 @@ def write_config(config: EagleConfig, layer: Mapping[str, Any]) -> dict[str, Any
     return {
         **written,
         "architectures": [ARCHITECTURE],
-        "draft_vocab_size": config.embedding_rows,
+        "draft_vocab_size": config.output_rows,
         "target_hidden_size": config.target_hidden_size,
         "eagle_config": {key: value for key, value in extra.items() if value is not None},
         **{name: getattr(config, name) for name in _NORMS},

@@ -71,6 +71,11 @@ def save_checkpoint(
             f"matrices in {module.weights} cannot be written: Hugging Face's format does not have "
             "these types; load the model with weights='none' to save it"
         )
+    if module.config.embeds_all:
+        raise ValueError(
+            f"an output matrix of {module.config.draft_vocab_size} tokens cannot be written: load "
+            "the model without draft_vocab to save it"
+        )
     values = _named_params(module, params)
     special = {
         "bos_token_id": bos_token_id,

@@ -63,19 +63,17 @@ class Bench:
         dtype: str,
         mesh: Mesh | None = None,
         stages: int | None = None,
-        weights: str | None = None,
-        offload: bool = False,
+        **options: Any,
     ) -> Any:
         """Returns the loaded model; the arguments are those of `magicjax.load`."""
-        options = {"dtype": dtype, "mesh": mesh, "stages": stages}
-        options |= {"weights": weights, "offload": offload}
-        key = ("model", directory, *options.values())
+        options = {"dtype": dtype, "mesh": mesh, "stages": stages, **options}
+        key = ("model", directory, *sorted(options.items()))
         return self._once(key, lambda: magicjax.load(directory, **options))
 
-    def draft(self, directory: str, cell: Cell, weights: str | None = None) -> Any:
+    def draft(self, directory: str, cell: Cell, **options: Any) -> Any:
         """Returns a small model of a cell; every stage holds all of its layers."""
         stages = 1 if cell.devices else None
-        return self.model(directory, cell.dtype, cell.devices, stages, weights=weights)
+        return self.model(directory, cell.dtype, cell.devices, stages, **options)
 
     def target_of(self, cell: Cell) -> Any:
         """Returns the cell's target."""
@@ -334,7 +332,7 @@ def _view(cell: Cell) -> dict[str, int] | None:
     None if it depends on the text, if entries or positions are not those of the text (quantized
     entries, sinks that move), if the draft's weights are quantized, or if it skips layers.
     """
-    cheaper = any(cell.options.get(name) for name in ("weights", "layers"))
+    cheaper = any(cell.options.get(name) for name in ("weights", "layers", "draft_vocab"))
     if cell.draft not in ("self", "small") or cheaper:
         return None
     drafter, _ = make_drafter(cell)

@@ -189,7 +189,7 @@ def head_config(shape: HeadShape, target: models.DecoderConfig) -> models.EagleC
 
 def draft_tokens(rows: np.ndarray, config: models.EagleConfig) -> tuple[np.ndarray, np.ndarray]:
     """Returns the most frequent tokens of the text, rising, and the draft token of each token."""
-    size = config.embedding_rows
+    size = config.output_rows
     counts = np.bincount(recording.tokens_of(rows).ravel(), minlength=config.vocab_size)
     tokens = np.sort(np.argsort(-counts, kind="stable")[:size])
     vocab_map = np.full(config.vocab_size, size, np.int32)
@@ -243,7 +243,7 @@ def save(
 
 An EAGLE-3 head of {size / 1e6:.2f} M parameters for {recipe.target}, trained on conversations that
 it wrote ({recipe.generated.tokens:,} tokens, temperature {recipe.generated.temperature}). It
-proposes the {config.embedding_rows:,} most frequent tokens, with the target's output matrix.
+proposes the {config.output_rows:,} most frequent tokens, with the target's output matrix.
 
 On held-out conversations: at what share of positions both choose the same token, and the mean
 overlap of their distributions, by depth of the draft. The head reads the text itself, so a depth

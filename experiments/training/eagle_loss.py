@@ -104,7 +104,7 @@ class HeadLoss:
         apply = functools.partial(head.apply, inner)
         feature = apply([hidden[:, :, i] for i in range(layers - 1)], method="fuse")[:, :count]
         logits = self.teacher.apply(frozen["teacher"], hidden[:, :, -1], method="unembed")
-        is_known = frozen["vocab_map"][tokens] < head.config.embedding_rows
+        is_known = frozen["vocab_map"][tokens] < head.config.output_rows
         steps = jnp.arange(count)
         attend = models.in_every_layer(_Attend(self._visible(tokens)))
         for step in range(self.steps):

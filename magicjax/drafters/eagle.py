@@ -130,7 +130,7 @@ class Eagle(Drafter):
                 f"target has {c.num_layers}: use the head that was trained for this target"
             )
         resolve_draw_method(self.draw, tree)
-        check_width(tree, config.embedding_rows, "draft vocabulary")
+        check_width(tree, config.output_rows, "draft vocabulary")
 
     def draw_methods(self, tree: Tree) -> set[str]:
         return {resolve_draw_method(self.draw, tree)}

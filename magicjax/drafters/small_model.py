@@ -1,7 +1,8 @@
 """A draft model with its own cache (SpecInfer's SSM, MagicDec's stand-alone draft)."""
 
 import dataclasses
-from typing import Literal
+import math
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from flax import struct
@@ -39,7 +40,7 @@ from magicjax.policies import Policy, StreamingLLM
 from magicjax.settings import Settings, StatsSpec
 from magicjax.trees.proposal import DrawMethod, Proposal
 from magicjax.trees.token_tree import Tree
-from models import EagleConfig, WeightFormat, parse_weights
+from models import BLOCK, EagleConfig, WeightFormat, parse_weights
 from sharding import BATCH, KV_HEADS, Split, logical_axes
 
 SinkPositions = Literal["text", "in_cache"]
@@ -69,7 +70,7 @@ class SmallModelState:
 
 @struct.dataclass
 class SmallModel(Drafter):
-    """A smaller model of the same vocabulary, on its full cache or a sparse one.
+    """A smaller model of the same tokenizer, on its full cache or a sparse one.
 
     With a sparse cache it prefills in full, keeps `budget` entries of each layer and KV head, and
     from then on its newest ones (MagicDec's stand-alone draft, arXiv 2408.11049).
@@ -86,8 +87,8 @@ class SmallModel(Drafter):
         move to just before the ring, so that a draft model can read texts beyond its own context;
         for policy "streaming" and rotary positions. The prompt is then prefilled through the same
         sliding window.
-      weights: the format in which a path is loaded, as for `magicjax.load`; of a loaded model it
-        must be the model's.
+      weights, draft_vocab: with which a path is loaded, as for `magicjax.load`; a loaded model
+        must have them.
 
     Raises:
       ValueError: an unknown policy, a budget below 1, a budget or kv_dtype of a full cache;
@@ -107,7 +108,12 @@ class SmallModel(Drafter):
         "tokens, which lets the draft model read texts longer than its context",
     )
     weights: str | None = option(
-        None, "quantized matrices of the draft model: int8, int4 or int4:32"
+        None, "quantized matrices of the draft model: int8, int4, int4:32, or Q4_0 or Q8_0 on a CPU"
+    )
+    draft_vocab: int | None = option(
+        None,
+        "rows of the draft model's output matrix, a multiple of 16: it proposes only the first "
+        "tokens of its vocabulary; default: all tokens",
     )
 
     def __post_init__(self):
@@ -154,30 +160,43 @@ class SmallModel(Drafter):
                 f"the draft model {self.model.name!r} is an EAGLE-3 head, which reads its target's "
                 "hidden states: use magicjax.Eagle, or eagle:PATH in a command"
             )
-        form, own = parse_weights(self.weights), self.model.weights
-        without_zeros = own
-        if isinstance(own, WeightFormat):
-            without_zeros = dataclasses.replace(own, zeros=False)
-        if form is not None and (None if form == "none" else form) not in (own, without_zeros):
-            raise ValueError(
-                f"weights={self.weights!r} differs from the draft model's, {self.model.weights}: "
-                "load it with magicjax.load(path, weights=...), or remove weights"
-            )
+        self._check_loaded()
         vocab, target_vocab = self.model.config.vocab_size, target.config.vocab_size
-        if vocab != target_vocab:
+        has_tokenizers = None not in (self.model.tokenizer, target.tokenizer)
+        if vocab != target_vocab and not has_tokenizers:
             raise ValueError(
-                f"the drafter's vocabulary has {vocab} tokens and the target's {target_vocab}: "
-                "they must be the same; use a drafter of the target's family"
+                f"the drafter's vocabulary has {vocab} rows and the target's {target_vocab}: they "
+                "may differ only in padding, which both models' tokenizers must show"
             )
         resolve_draw_method(self.draw, tree)
         draft_vocab = getattr(self.model.config, "draft_vocab_size", None)
         check_width(tree, vocab if draft_vocab is None else draft_vocab - 1)
-        if self.model.tokenizer is not None and target.tokenizer is not None:
+        if has_tokenizers:
             _check_tokenizers(self.model, target)
         self._check_positions(context, depth)
         if self.sparse is not None:
             # A round commits a backlog and a path, each of at most `depth` tokens, and the root.
             self.sparse.check(self.model, 2 * depth + 1, f"2 x tree depth ({depth}) + 1")
+
+    def _check_loaded(self) -> None:
+        """Raises ValueError unless the model was loaded with the drafter's options."""
+        form, own = parse_weights(self.weights), self.model.weights
+        formats: list[Any] = [None, own, "none" if own is None else own]
+        if isinstance(own, WeightFormat):
+            formats.append(dataclasses.replace(own, zeros=False))
+        elif own is not None:
+            kinds = {kind for name, kind in own.types if name.startswith(BLOCK)}
+            formats += kinds if len(kinds) == 1 else ()
+        size = getattr(self.model.config, "draft_vocab_size", None)
+        for name, matches, found in (
+            ("weights", form in formats, own),
+            ("draft_vocab", self.draft_vocab in (None, size), size),
+        ):
+            if not matches:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} differs from the draft model's, {found}: load "
+                    f"it with magicjax.load(path, {name}=...), or remove {name}"
+                )
 
     def _check_positions(self, context: int, depth: int) -> None:
         config = self.model.config
@@ -347,9 +366,10 @@ def _backlog_then_path(
 
 def _check_tokenizers(drafter: Model, target: Model) -> None:
     ids, target_ids = drafter.tokenizer.get_vocab(), target.tokenizer.get_vocab()
-    differing = sorted(t for t in ids.keys() | target_ids.keys() if ids.get(t) != target_ids.get(t))
+    differing = [t for t in ids.keys() | target_ids.keys() if ids.get(t) != target_ids.get(t)]
     if differing:
-        example = differing[0]
+        first = {t: min(ids.get(t, math.inf), target_ids.get(t, math.inf)) for t in differing}
+        example = min(differing, key=lambda t: (first[t], t))
         raise ValueError(
             f"the tokenizer of the drafter {drafter.name!r} differs from that of the target "
             f"{target.name!r} in {len(differing)} tokens, such as {example!r} (id "

@@ -48,6 +48,7 @@ BY_POLICY: dict[tuple[str, str], type[Drafter]] = {
     ("self", FULL): FullCacheSpeculation,
 }
 GROUP = "magicjax.drafters"  # of entry points
+LOAD_OPTIONS = ("weights", "draft_vocab")  # options with which a drafter's model is loaded
 DRAFTER_SYNTAX = (
     "self:streaming:256 (policy and budget), self:quest:512 (pages of the target's cache), "
     "self:full:weights=int8 (a quantized copy), self:full:layers=0-9,20-29 (some of its layers), "
@@ -294,7 +295,7 @@ def make_drafter(text: str, load: Callable[..., Any]) -> Drafter:
     Args:
       text: such as self:snapkv:256, small:PATH:streaming:256, prompt-lookup:4, or
         "prompt-lookup:4 -> self:streaming:256".
-      load: returns the model of a path; its keyword `weights` is the drafter's option.
+      load: returns the model of a path; its keywords are the drafter's options `LOAD_OPTIONS`.
 
     Raises:
       ValueError, FileNotFoundError: the text is not a drafter, an unknown policy or model, or
@@ -321,8 +322,8 @@ def from_spec(spec: Spec, load: Callable[..., Any]) -> Drafter:
         values["policy"] = dataclasses.replace(found, **spec.policy_values)
     if not spec.path:
         return kind(**values)
-    weights = values.get("weights")
-    return kind(load(spec.path, weights=weights) if weights else load(spec.path), **values)
+    of_model = {name: values[name] for name in LOAD_OPTIONS if values.get(name) is not None}
+    return kind(load(spec.path, **of_model), **values)
 
 
 def _of_policy(kind: Any, policy: str, values: dict[str, Any]) -> Drafter:

@@ -1,4 +1,7 @@
-"""A draft vocabulary: a model with embeddings of some tokens is a model with repeated ones."""
+"""A draft vocabulary: a model with embeddings of some tokens is a model with repeated ones.
+
+`with_draft_vocab` cuts the output matrix alone.
+"""
 
 import dataclasses
 
@@ -6,8 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import magicjax
 import models
+from magicjax import loading
+from magicjax.drafters import spec
+from magicjax.model import Model
 from models.layers import NEVER
+from pallas_kernels.cpu import build
+from tests.magicjax import tiny as tiny_models
 
 SIZE = 7
 OWN = np.array([4, 0, 11, 18, 7, 2])  # each has its own embedding; the others share the last
@@ -49,3 +58,74 @@ def test_a_round_trip_keeps_the_map_in_every_dtype(small, tmp_path):
         np.testing.assert_array_equal(found, params["params"]["vocab_map"])
         assert read.config == module.config
         assert read.params["params"]["embedding"].dtype == (dtype or "float32")
+
+
+ENDS = (97, 3)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("packed", [False, True], ids=["float", "packed"])
+def test_a_cut_output_matrix_has_the_first_tokens_and_the_ends(
+    tied, packed, random_params, logits_of
+):
+    if packed and not build.is_available():
+        pytest.skip("needs the CPU kernels")
+    config = tiny_models.config(vocab_size=112, hidden_size=32, tie_embeddings=tied)
+    module = models.build(config)
+    model = Model(module, random_params(module))
+    model = tiny_models.packed(model) if packed else model
+    cut, params = models.with_draft_vocab(model.module, model.params, 48, ENDS)
+    assert models.with_draft_vocab(model.module, None, 48, ENDS) == (cut, None)
+    small = Model(cut, params)
+    own = [*range(16), *range(96, 112), *range(16, 31)]  # the last row is of all other tokens
+    tokens = np.arange(16, 112, 6).reshape(2, 8)  # all are read
+    found, wanted = (np.asarray(logits_of(m.module, m.params, tokens)) for m in (small, model))
+    np.testing.assert_array_equal(found[..., own], wanted[..., own])
+    assert (np.delete(found, own, -1) == np.float32(NEVER)).all()
+    np.testing.assert_array_equal(small.draft_tokens(jnp.arange(47)), own)
+    probs = small.over_tokens(jnp.full((1, 48), 1 / 47).at[:, -1].set(0))
+    assert probs.shape == (1, 112) and probs.sum() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("size", [32, 56, 112, 128])
+def test_a_draft_vocabulary_of_another_size_is_refused(size):
+    module = models.build(tiny_models.config(vocab_size=112))
+    with pytest.raises(ValueError, match=f"draft_vocab={size}: use a multiple of 16, at least 48"):
+        models.with_draft_vocab(module, None, size, ENDS)
+
+
+def test_a_second_draft_vocabulary_is_refused():
+    module, _ = models.with_draft_vocab(
+        models.build(tiny_models.config(vocab_size=112)), None, 32, ()
+    )
+    with pytest.raises(ValueError, match="draft_vocab=16: the model has a draft vocabulary of its"):
+        models.with_draft_vocab(module, None, 16, ())
+    with pytest.raises(ValueError, match="an output matrix of 32 tokens cannot be written"):
+        models.save_checkpoint("unused", module, {})
+
+
+def test_an_end_in_the_last_block_of_a_vocabulary_leaves_the_size(random_params):
+    module = models.build(tiny_models.config(vocab_size=57))
+    cut, params = models.with_draft_vocab(module, random_params(module), 32, (56, -1, 99))
+    rows = Model(cut, params).draft_tokens(jnp.arange(31))
+    assert cut.config.draft_vocab_size == 32
+    assert rows.tolist() == [*range(48, 57), *range(16), *range(16, 22)]
+
+
+def test_a_path_is_loaded_with_the_draft_vocabulary(tmp_path, random_params):
+    module = models.build(tiny_models.config(vocab_size=112, max_positions=64))
+    models.save_checkpoint(tmp_path / "m", module, random_params(module), eos_token_ids=ENDS)
+    target = magicjax.load(tmp_path / "m", "float32")
+    text = f"small:{tmp_path / 'm'}:draft_vocab=48"
+    drafter = spec.make_drafter(text, lambda path, **o: loading.skeleton(path, **o))
+    out = magicjax.generate(
+        target, [[1, 2, 3]], magicjax.SamplingParams(max_tokens=8), drafter=drafter
+    )
+    plain = magicjax.generate(target, [[1, 2, 3]], magicjax.SamplingParams(max_tokens=8))
+    np.testing.assert_array_equal(out.tokens, plain.tokens)
+    assert loading.with_weights(drafter).model.config.draft_vocab_size == 48
+    with pytest.raises(TypeError, match="draft_vocab='48'"):
+        magicjax.load(tmp_path / "m", "float32", draft_vocab="48")
+    loaded = magicjax.SmallModel(target, draft_vocab=48)
+    with pytest.raises(ValueError, match="draft_vocab=48 differs from the draft model's, None"):
+        magicjax.generate(target, [[1]], magicjax.SamplingParams(max_tokens=8), drafter=loaded)

@@ -90,11 +90,10 @@ def abstract_model(
     dtype: str,
     shards: int | None = None,
     offload: bool = False,
-    weights: str | None = None,
+    **options: Any,
 ) -> Model:
     """Returns a model whose parameters are shapes."""
-    options: Any = dict(weights=weights, shards=shards, offload=offload)
-    model = skeleton(source, dtype, packed=False, **options)
+    model = skeleton(source, dtype, packed=False, shards=shards, offload=offload, **options)
     params = nn.meta.unbox(model.layout.abstract_params(model.module))
     return dataclasses.replace(model, params=params)
 

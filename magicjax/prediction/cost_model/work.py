@@ -185,7 +185,7 @@ def sizes_of(
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.kv_head_dim,
-        vocab_size=config.vocab_size,
+        vocab_size=config.output_rows,
         itemsize=module.dtype.itemsize,
         matrix_itemsize=matrix_bytes / (counted["attention"] + counted["mlp"]),
         output_itemsize=(

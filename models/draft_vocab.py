@@ -1,0 +1,80 @@
+"""The output matrix of a draft model, cut to a part of its vocabulary.
+
+The output matrix is a large part of what a small model reads for a token. Tokenizers number their
+tokens in the order of their merges, the most frequent first, so the first ones are most of a text.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from models.build import build
+from models.decoder import DecoderConfig
+from models.eagle import EagleConfig
+from models.quantized import PackedWeights
+from pallas_kernels.cpu.packed import OUTPUTS, take_blocks
+
+
+def with_draft_vocab(
+    module: nn.Module, params: Any, size: int, eos_token_ids: Sequence[int]
+) -> tuple[nn.Module, Any]:
+    """Returns a model that proposes some tokens only, and reads all of them.
+
+    Args:
+      module: without a draft vocabulary.
+      params: of the module, or None.
+      size: rows of the output matrix, a multiple of 16: the first tokens, and the blocks of 16 that
+        contain `eos_token_ids`. The last row becomes that of all other tokens.
+      eos_token_ids: tokens that end a text.
+
+    Raises ValueError for an invalid size, and for a model with a draft vocabulary or an EAGLE head.
+
+    Source: FR-Spec (arXiv 2502.14856), which counts tokens of a text.
+    """
+    c = module.config
+    if isinstance(c, EagleConfig) or c.draft_vocab_size is not None:
+        raise ValueError(f"draft_vocab={size}: the model has a draft vocabulary of its own")
+    blocks = _blocks(c, size, eos_token_ids)
+    tokens = (blocks[:, None] * OUTPUTS + np.arange(OUTPUTS)).reshape(-1)
+    tokens = tokens[tokens < c.vocab_size]  # of matrices that are not packed
+    others = np.setdiff1d(np.arange(c.vocab_size), tokens)
+    tokens = np.concatenate([tokens, others[: size - len(tokens)]])
+    config = dataclasses.replace(c, draft_vocab_size=size, embeds_all=True, tie_embeddings=False)
+    weights, source = module.weights, "embedding" if c.tie_embeddings else "unembedding"
+    kind = weights.type_of(source) if isinstance(weights, PackedWeights) else None
+    if kind is not None and c.tie_embeddings:
+        weights = PackedWeights((*weights.types, ("unembedding", kind)))
+    changed = build(config, module.dtype, weights).clone(backend=module.backend)
+    if params is None:
+        return changed, None
+    inner = params["params"]
+    rows = inner[source]
+    cut = take_blocks(rows, blocks) if kind is not None else jnp.take(rows, tokens, axis=0)
+    added = {"unembedding": cut, "vocab_map": jnp.asarray(_map(c.vocab_size, tokens))}
+    return changed, {**params, "params": {**inner, **added}}
+
+
+def _blocks(c: DecoderConfig, size: int, eos_token_ids: Sequence[int]) -> Int[np.ndarray, "B"]:
+    """Returns the blocks of tokens that stay, those of `eos_token_ids` first."""
+    others = sorted({token // OUTPUTS for token in eos_token_ids if 0 <= token < c.vocab_size})
+    count = size // OUTPUTS - len(others)
+    if size % OUTPUTS or count < 1 or size >= c.vocab_size:
+        least = (len(others) + 1) * OUTPUTS
+        raise ValueError(
+            f"draft_vocab={size}: use a multiple of {OUTPUTS}, at least {least} and below the "
+            f"model's {c.vocab_size} tokens"
+        )
+    first = np.setdiff1d(np.arange(count + len(others)), others)[:count]
+    return np.array([*others, *first])
+
+
+def _map(vocab_size: int, tokens: Int[np.ndarray, "R"]) -> Int[np.ndarray, "V"]:
+    """Returns the row of each token, the last one for tokens without a row."""
+    found = np.full(vocab_size, len(tokens) - 1, np.int32)
+    found[tokens[:-1]] = np.arange(len(tokens) - 1)
+    return found
