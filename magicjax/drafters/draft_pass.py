@@ -19,7 +19,8 @@ from magicjax.kv_cache.sparse_cache import DraftCache
 from magicjax.model import Model
 from magicjax.trees.token_tree import DynamicTree, Tree
 from magicjax.verification.sampling import Sampling
-from models import Attend
+from models import NEVER, Attend
+from sharding import collectives
 
 NOT_RUN = -1
 
@@ -115,6 +116,25 @@ class DraftContext:
     def max_backlog(self) -> int:
         """F, the entries of the backlog."""
         return 0 if self.backlog is None else self.backlog.tokens.shape[1]
+
+    def logits(self, hidden: Float[Array, "B T E"]) -> Float[Array, "B T R"]:
+        """Returns the logits of the draft vocabulary, `NEVER` for tokens that the target lacks."""
+        model, size = self.model, self.target.config.vocab_size
+        logits = model.draft_logits(hidden)
+        if model.config.vocab_size <= size:
+            return logits
+        rows = collectives.global_indices(logits, model.split.axes)
+        return jnp.where(model.draft_tokens(rows) < size, logits, NEVER)
+
+    def over_target(self, probs: Float[Array, "B T R"]) -> Float[Array, "B T V"]:
+        """Returns probabilities of the target's tokens, given those of the draft vocabulary."""
+        own, size = self.model.config.vocab_size, self.target.config.vocab_size
+        axes, probs = self.model.split.axes, self.model.over_tokens(probs)
+        if own != size:
+            probs, axes = collectives.all_gather(probs, axes)[..., :size], ()
+            missing = max(0, size - own)
+            probs = jnp.pad(probs, [(0, 0)] * (probs.ndim - 1) + [(0, missing)])
+        return collectives.local_slice(probs, axes, self.target.split.axes)
 
     def run(
         self,

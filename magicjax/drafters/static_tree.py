@@ -123,11 +123,11 @@ def _child_chooser(context: DraftContext, tree: TokenTree) -> Callable[..., _Nod
         model, axis_names = context.model, context.model.split.axes
         children = children_of[level]
         if nodes.q is None:
-            best = top_tokens(model.draft_logits(hidden), width, axis_names)
+            best = top_tokens(context.logits(hidden), width, axis_names)
             tokens = nodes.tokens.at[:, children].set(model.draft_tokens(best), mode="drop")
             return _Nodes(tokens, nodes.live, nodes.q)
         assert context.sampling is not None
-        q = warp(context.sampling, model.draft_logits(hidden), axis_names)
+        q = warp(context.sampling, context.logits(hidden), axis_names)
         rows, live = draw(
             context.sampling,
             q,
@@ -138,11 +138,10 @@ def _child_chooser(context: DraftContext, tree: TokenTree) -> Callable[..., _Nod
             context.drafter_index,
             axis_names,
         )
-        q = collectives.local_slice(model.over_tokens(q), axis_names, context.target.split.axes)
         return _Nodes(
             nodes.tokens.at[:, children].set(model.draft_tokens(rows), mode="drop"),
             nodes.live.at[:, children].set(live, mode="drop"),
-            nodes.q.at[:, q_index[level]].set(q, mode="drop"),
+            nodes.q.at[:, q_index[level]].set(context.over_target(q), mode="drop"),
         )
 
     return choose

@@ -155,7 +155,7 @@ REFUSED = {
     ),
     "another vocabulary": (
         (*WHERE, *H100, "--acceptance", 0.8, "--drafter", "small:llama-68m:streaming:256"),
-        "the drafter's vocabulary has 32000 tokens and the target's 128256",
+        "the drafter's vocabulary has 32000 rows and the target's 128256",
     ),
     "a small model's context": (
         (

@@ -22,7 +22,7 @@ from flax import struct
 import magicjax
 import models
 from magicjax.decoding import program_cache
-from magicjax.drafters import cascade
+from magicjax.drafters import cascade, draft_pass
 from magicjax.trees import token_tree
 from magicjax.trees.token_tree import ROOT_ONLY
 from magicjax.verification import logits_processor, verify
@@ -149,6 +149,7 @@ LAYERS = "self, one of two layers"
 CHAIN, PAIRS, DEEP = magicjax.chain(3), magicjax.expansion((2, 2)), magicjax.expansion((1, 1, 3))
 IRREGULAR = magicjax.TokenTree.from_parents((-1, 0, 0, 1, 0, 1, 3))
 DYNAMIC, BRANCHES = magicjax.DynamicTree(6, 3, 2), magicjax.expansion((2, 1))
+EARLY = magicjax.DynamicTree(6, 3, 2, min_prob=0.3)  # most drafts end before the last depth
 
 
 def ensemble(**options) -> magicjax.Ensemble:
@@ -207,6 +208,7 @@ ALL = {
     "eagle with replacement, 1,1,3": (eagle(draw="with_replacement"), DEEP, {}),
     "eagle and small": (magicjax.Ensemble([eagle(), small(1)]), PAIRS, {}),
     "small, dynamic": (small(1), DYNAMIC, {}),
+    "small, dynamic that ends early": (small(1), EARLY, {}),
     "self snapkv refreshed, 2,2": (refreshed("snapkv"), PAIRS, {}),
     "self quest, 2,2": (magicjax.PageRetrieval(4, page_size=1), PAIRS, {}),
     "small top, 1,1,3": (small(1, draw="top"), DEEP, {}),
@@ -247,8 +249,7 @@ def check(what: str, calls: int, settings: dict[str, float]) -> None:
     layers = 2 if what == LAYERS else 1
     target = model(0, layers)
     if "bad_words" in settings:
-        tokenizer = spelled.tokenizer((spelled.END, "a", "b", "c", "d"))
-        target = dataclasses.replace(target, tokenizer=tokenizer)
+        target = with_texts(target)
     counts = sampled(drafter, tree, calls, target, **settings, **options)
     p = p_value(counts, joint(tuple(settings.items()), layers))
     print(f"{what}, {settings}: p = {p:.3f}")
@@ -284,6 +285,41 @@ def test_sampled_texts_of_a_packed_target_have_its_joint_distribution():
     moved = {text: p * (1.1 if text[0] == EOS else 1) for text, p in wanted.items()}
     moved = {text: p / sum(moved.values()) for text, p in moved.items()}
     assert p_value(counts, moved) < 1e-6
+
+
+@functools.cache
+def padded(rows: int) -> magicjax.Model:
+    """Returns a draft model with another number of rows of the vocabulary."""
+    config = dataclasses.replace(model(1).config, vocab_size=rows)
+    inner = dict(model(1).params["params"])
+    for name in ("embedding", "unembedding"):
+        more = 3 * np.random.default_rng(rows).standard_normal((max(0, rows - VOCAB), 16))
+        inner[name] = jnp.concatenate([inner[name][:rows], jnp.asarray(more, jnp.float32)])
+    module = models.build(config)
+    return magicjax.Model(module, {"params": inner}, with_texts(model(0)).tokenizer, name="padded")
+
+
+def with_texts(target: magicjax.Model) -> magicjax.Model:
+    tokenizer = spelled.tokenizer((spelled.END, "a", "b", "c", "d"))
+    return dataclasses.replace(target, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("tree", quick([PAIRS, DYNAMIC], PAIRS), ids=str)
+@pytest.mark.parametrize("rows", quick([4, 8], 8))
+def test_vocabularies_of_other_sizes_have_the_joint_distribution(rows, tree):
+    counts = sampled(magicjax.SmallModel(padded(rows)), tree, FEW_CALLS, with_texts(model(0)))
+    assert p_value(counts, joint((*PLAIN.items(),))) > 0.001
+
+
+@pytest.mark.slow
+def test_drafts_of_tokens_that_the_target_lacks_are_detected(monkeypatch):
+    def all_tokens(context, hidden):
+        return context.model.draft_logits(hidden)
+
+    monkeypatch.setattr(draft_pass.DraftContext, "logits", all_tokens)
+    monkeypatch.setattr(program_cache, "_compiled", {})
+    counts = sampled(magicjax.SmallModel(padded(8)), PAIRS, FEW_CALLS, with_texts(model(0)))
+    assert p_value(counts, joint((*PLAIN.items(),))) < 1e-6
 
 
 PENALIZED = ("small, 2,2", "ensemble, dynamic", "prompt-lookup, naive", CASCADE, "plain")
