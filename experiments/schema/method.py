@@ -49,10 +49,10 @@ class Method(Strict):
     file that calibrate writes."""
     tree: Annotated[list[str], Many] = Field([], examples=["chain:4"])
     """What a round proposes: chain:n, expansion:k1,...,km, parents:-1,... or
-    dynamic:nodes,depth,width; for an ensemble one tree, or one for each member joined by " + "; for
-    a cascade that of its first drafter, or "chain:4 -> chain:8": its tree, and the chain that the
-    target verifies. With drafter=auto, the tree of the trials. If not set: chain:4, with
-    drafter=auto chain:8."""
+    dynamic:nodes,depth,width with an optional min_prob; for an ensemble one tree, or one for each
+    member joined by " + "; for a cascade that of its first drafter, or "chain:4 -> chain:8": its
+    tree, and the chain that the target verifies. With drafter=auto, the tree of the trials. If not
+    set: chain:4, with drafter=auto chain:8."""
     verifier: Annotated[list[str], Many] = Field(
         [],
         description=f"Verification under sampling: {', '.join(SAMPLING_VERIFIERS)}. If not set: "

@@ -265,12 +265,14 @@ def step(
 ) -> DecodeState:
     """Returns the state after one round, in which every active row emits 1 to A tokens."""
     sampling = None if state.sampling is None else state.sampling.only(~state.ended)
+    lengths = jnp.where(state.ended, 0, state.cache.lengths)
+    live_cache = dataclasses.replace(state.cache, lengths=lengths)
     with jax.named_scope("propose"):
         if drafter is None:
             proposal, draft = Proposal(state.pending[:, None], token_tree.ROOT_ONLY.array), None
         else:
             proposed = drafter.propose(
-                target, state.drafter, state.pending, state.cache, sampling, settings
+                target, state.drafter, state.pending, live_cache, sampling, settings
             )
             proposal, draft = _checked(proposed, type(drafter).__name__, state)
             proposal = proposal.in_vocabulary(state.pending, target.config.vocab_size)
@@ -282,14 +284,14 @@ def step(
         mask = jnp.asarray(token_tree.ancestor_mask(proposal.parents))
         spec = StatsSpec() if drafter is None else drafter.stats_spec()
         positions = jnp.broadcast_to(positions, proposal.tokens.shape)
-        # Rows that have ended are zeros and attend to no cache. In models without biases and
+        # Padding and rows that have ended are zeros. Without biases after the attention and
         # learned positions they remain zeros, which native products skip.
+        live = ~(state.ended[:, None] | token_tree.padding(proposal.parents))
         scored = proposal.tokens
         if target.empty_token is not None:
-            scored = jnp.where(state.ended[:, None], target.empty_token, scored)
-        lengths = jnp.where(state.ended, 0, state.cache.lengths)
-        to = dataclasses.replace(state.cache, lengths=lengths), mask, settings.backend, spec.rounds
-        attend = AttendTo(*to, positions=positions)
+            scored = jnp.where(live, scored, target.empty_token)
+        to = live_cache, mask, settings.backend, spec.rounds
+        attend = AttendTo(*to, positions=positions, live=live)
         hidden, aux, inputs = target(scored, positions, attend, spec.layer_inputs)
         kv, queries = zip(*aux, strict=True)
         logits = target.unembed(hidden)

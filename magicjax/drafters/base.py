@@ -140,7 +140,7 @@ class Drafter(abc.ABC):
           target: the target model.
           state: its own.
           root: each row's pending token, at position `cache.lengths`.
-          cache: the target's, of all tokens before the root.
+          cache: the target's, of all tokens before the root; of length 0 in rows that have ended.
           sampling: how each row samples; the proposal must then have `draws`. None: greedy.
           settings: of the program.
         """

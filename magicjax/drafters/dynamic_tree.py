@@ -2,8 +2,9 @@
 
 A dynamic tree of depth D and width W grows by D passes. The first runs the root, every later one
 the W most probable of the W * W newest candidates; each node that runs adds W candidates, its most
-likely next tokens. The candidates of the highest path probability become the tree. With D = 3 and
-W = 2:
+likely next tokens. The candidates of the highest path probability become the tree. A row whose
+newest candidates are all less probable than `min_prob` runs no more of them, and passes end when no
+row does. With D = 3 and W = 2:
     pass   runs entries   adds candidates
     0      0 (the root)   0 1 (and 2 3, which stay empty)
     1      1 2            4 5 6 7
@@ -14,6 +15,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
@@ -52,16 +54,33 @@ class _Candidates:
 def draft_dynamic_tree(context: DraftContext, tree: DynamicTree) -> tuple[Proposal, DraftedKV]:
     """Returns a tree for each row, and the R = 1 + (D - 1) * W entries and those of the backlog."""
     batch, width = context.root.shape[0], tree.width
+    least = np.log(tree.min_prob) if tree.min_prob else -np.inf
     entries = 1 + (tree.depth - 1) * width
     candidates, drafted, outputs = _run_root(context, tree, entries)
     itself = jnp.eye(entries, dtype=bool)
     # Which entries each entry sees: itself, its ancestors and so always the root.
     sees = jnp.broadcast_to(itself.at[:, 0].set(True), (batch, entries, entries))
 
-    def run_depth(carry, depth):
-        candidates, sees, drafted, outputs = carry
+    def newest_of(candidates, depth):
+        """Returns the scores of the candidates of a depth, and which rows run some of them."""
+        first = _first_candidate(tree, depth)
+        score = jax.lax.dynamic_slice_in_dim(candidates.score, first, width**2, 1)
+        is_live = context.root_position > 0  # a row that has ended has no position
+        return score, is_live & (score.max(-1) >= least)
+
+    def goes_on(carry):
+        depth, candidates, *_ = carry
+        depth = jnp.minimum(depth, tree.depth - 1)
+        runs = newest_of(candidates, depth)[1].any() & (carry[0] < tree.depth)
+        layout = context.model.layout  # stages of one group can round a score differently
+        return layout.any_running(layout.broadcast_decision(runs.astype(jnp.int32)) > 0)
+
+    def run_depth(carry):
+        depth, candidates, sees, drafted, outputs = carry
         newest = _first_candidate(tree, depth)
-        score = jax.lax.dynamic_slice_in_dim(candidates.score, newest, width**2, 1)
+        score, runs = newest_of(candidates, depth)
+        if tree.min_prob:
+            score = jnp.where(runs[:, None], score, -jnp.inf)
         score, chosen = jax.lax.top_k(score, width)
         chosen = newest + chosen
         entry = 1 + (depth - 1) * width + jnp.arange(width)
@@ -78,15 +97,21 @@ def draft_dynamic_tree(context: DraftContext, tree: DynamicTree) -> tuple[Propos
         hidden, drafted = context.run(tokens, positions, attend, features)
         if outputs is not None:
             outputs = outputs.at[:, entry].set(hidden)
+        ran = jnp.where(runs[:, None], entry, NOT_RUN) if tree.min_prob else entry
         candidates = dataclasses.replace(
-            candidates, entry=candidates.entry.at[rows, chosen].set(entry)
+            candidates, entry=candidates.entry.at[rows, chosen].set(ran)
         )
         first = _first_candidate(tree, depth + 1)
         candidates = _add_children(context, candidates, hidden, score, entry, first, width)
-        return (candidates, sees, drafted, outputs), None
+        return depth + 1, candidates, sees, drafted, outputs
 
-    carry = candidates, sees, drafted, outputs
-    (candidates, _, drafted, _), _ = jax.lax.scan(run_depth, carry, jnp.arange(1, tree.depth))
+    carry = jnp.int32(1), candidates, sees, drafted, outputs
+    if tree.min_prob:
+        _, candidates, _, drafted, _ = jax.lax.while_loop(goes_on, run_depth, carry)
+    else:
+        _, candidates, _, drafted, _ = jax.lax.fori_loop(
+            1, tree.depth, lambda _, carry: run_depth(carry), carry
+        )
     proposal, node_entries = _most_probable_tree(context, tree, candidates, entries)
     return proposal, DraftedKV(drafted, node_entries)
 
@@ -136,7 +161,7 @@ def _add_children(
     The nodes have just run: `hidden`, `score` and `parents` are their hidden states, path
     log-probabilities and entries.
     """
-    logits, axis_names = context.model.draft_logits(hidden), context.model.split.axes
+    logits, axis_names = context.logits(hidden), context.model.split.axes
     if context.sampling is None:
         logp = collectives.log_softmax(logits.astype(jnp.float32), axis_names)
     else:

@@ -17,7 +17,7 @@ from magicjax.drafters.text_lookup import TextLookup, match_lengths, newest_toke
 from magicjax.drafters.text_store import NO_TOKEN
 from magicjax.model import Model
 from magicjax.options import option
-from magicjax.trees.token_tree import MAX_NODES, NO_NODE, Shape, TokenTree, Tree
+from magicjax.trees.token_tree import MAX_NODES, NO_NODE, DynamicTree, Shape, TokenTree, Tree
 from sharding import global_arrays
 
 CANDIDATES = 16  # matches that are continued; a GPU finds at most so many in one kernel
@@ -114,6 +114,11 @@ class SuffixLookup(TextLookup):
             raise ValueError(
                 "suffix lookup proposes chains and dynamic trees, and this is another tree: use "
                 f"chain:{shape.depth}, or a dynamic tree such as dynamic:16,6,4\n{tree}"
+            )
+        if isinstance(tree, DynamicTree) and tree.min_prob:
+            raise ValueError(
+                f"min_prob={tree.min_prob:g}: suffix lookup counts texts instead of computing "
+                "probabilities: omit it, and use the drafter's option min_score"
             )
         if shape.depth > self._deepest[-1]:
             raise ValueError(

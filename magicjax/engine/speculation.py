@@ -84,8 +84,17 @@ def _members(drafter: Drafter) -> tuple[Drafter, ...]:
 
 
 def _depths(tree: Any) -> list[Tree]:
-    """Returns the trees of a drafter's arms."""
+    """Returns the trees of a drafter's arms.
+
+    Raises ValueError for a tree whose rounds differ in length.
+    """
     if isinstance(tree, DynamicTree):
+        if tree.min_prob:
+            raise ValueError(
+                f"min_prob={tree.min_prob:g}: adaptive=True times rounds before the first request, "
+                "and those of such a tree depend on the text: use adaptive=False, or a tree "
+                "without min_prob"
+            )
         return [tree]
     powers = (2**n for n in range(tree.depth.bit_length()))
     return [truncated(tree, depth) for depth in sorted({*powers, tree.depth})]

@@ -70,6 +70,7 @@ class AttendTo(_Rows):
     Attributes:
       cache: the committed prefix.
       mask: bool [T, T] or [B, T, T].
+      live: bool [B, T], tokens whose attention is not zeros; None: all.
       backend: static; the attention backend.
       keep_queries: static; whether to keep ((k, v), (q, lse)) instead, with the queries and the
         log-sum-exp of their scores.
@@ -79,6 +80,7 @@ class AttendTo(_Rows):
     mask: Bool[Array, "*B T T"]
     backend: str | None = struct.field(pytree_node=False)
     keep_queries: bool = struct.field(default=False, pytree_node=False)
+    live: Bool[Array, "B T"] | None = struct.field(default=None, kw_only=True)
 
     def _attend(self, q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, Any]:
         mask, (window,) = self.mask, self.cache.windows
@@ -86,6 +88,8 @@ class AttendTo(_Rows):
             distance = self.positions[:, :, None] - self.positions[:, None]
             mask = mask & (distance < window)
         out, lse = _attention(self, mask, q, k, v, **options)
+        if self.live is not None:
+            out = jnp.where(self.slice(self.live)[..., None, None], out, 0)
         return out, ((k, v), (q, lse) if self.keep_queries else None)
 
 

@@ -204,16 +204,25 @@ class DynamicTree:
       nodes: N, the nodes that the target scores, the root included.
       depth: the longest path, in edges; the draft model runs once for each depth.
       width: the nodes that run at each depth, and the children of each.
+      min_prob: a row's draft ends before `depth` when none of its newest nodes has this path
+        probability; 0: it does not. The row then has fewer nodes, and padding.
 
     Raises:
-      ValueError: a bound is too small, or there are fewer candidates than nodes.
+      ValueError: a bound is too small, there are fewer candidates than nodes, or min_prob is not in
+        [0, 1).
     """
 
     nodes: int
     depth: int
     width: int
+    min_prob: float = 0.0
 
     def __post_init__(self):
+        if not isinstance(self.min_prob, int | float):
+            raise TypeError(f"min_prob={self.min_prob!r}: it must be a number")
+        object.__setattr__(self, "min_prob", float(self.min_prob))
+        if not 0 <= self.min_prob < 1:
+            raise ValueError(f"min_prob={self.min_prob}: it must be at least 0 and below 1")
         for name, least in (("nodes", 2), ("depth", 1), ("width", 1)):
             check_whole(name, getattr(self, name), least)
             object.__setattr__(self, name, int(getattr(self, name)))
@@ -240,7 +249,10 @@ class DynamicTree:
         return Shape(self.nodes, self.depth, self.width)
 
     def __str__(self) -> str:
-        return f"{self.nodes} nodes, depth {self.depth}, grown where the draft is most confident"
+        end = f", ended below probability {self.min_prob:g}" if self.min_prob else ""
+        return (
+            f"{self.nodes} nodes, depth {self.depth}, grown where the draft is most confident{end}"
+        )
 
 
 Tree = TokenTree | DynamicTree
@@ -299,25 +311,32 @@ def expansion(branches: Sequence[int]) -> TokenTree:
 def parse_tree(text: str) -> Tree:
     """Returns the tree of a text: chain:4, expansion:2,2,1, parents:-1,0,0,1 or dynamic:16,6,4.
 
-    A dynamic tree's numbers are its nodes, depth and width.
+    A dynamic tree's numbers are its nodes, depth and width, and perhaps the probability below which
+    its draft ends: dynamic:6,5,2,0.6.
 
     Raises:
       ValueError: the text has another form, or the tree is not valid.
     """
-    match = re.fullmatch(rf"({'|'.join(KINDS)}):(-?\d+(?:,-?\d+)*)", text)
+    match = re.fullmatch(rf"({'|'.join(KINDS)}):(-?\d+(?:,-?\d+)*)(?:,(\d*\.\d+))?", text)
     numbers = [int(n) for n in match[2].split(",")] if match else []
+    min_prob = float(match[3]) if match and match[3] else None
+    if match and match[1] == "dynamic" and len(numbers) == 4 and min_prob is None:
+        min_prob = float(numbers.pop())
     kind = match[1] if match else ""
+    if kind == "dynamic" and len(numbers) == 3:
+        nodes, depth, width = numbers
+        return DynamicTree(nodes, depth, width, min_prob or 0.0)
+    if min_prob is not None:
+        kind = ""
     if kind == "expansion":
         return expansion(numbers)
     if kind == "parents":
         return TokenTree.from_parents(numbers)
     if kind == "chain" and len(numbers) == 1:
         return chain(numbers[0])
-    if kind == "dynamic" and len(numbers) == 3:
-        return DynamicTree(*numbers)
     kind = text.partition(":")[0]
     hint = "" if kind in KINDS else did_you_mean(kind, KINDS)
     raise ValueError(
-        f"{text!r} is not a tree: use chain:4, expansion:2,2,1, parents:-1,0,0,1 or dynamic:16,6,4 "
-        f"(nodes, depth, width){hint}"
+        f"{text!r} is not a tree: use chain:4, expansion:2,2,1, parents:-1,0,0,1, dynamic:16,6,4 "
+        f"(nodes, depth, width) or dynamic:6,5,2,0.6 (and min_prob){hint}"
     )

@@ -68,6 +68,7 @@ def nobody(kv_heads, shards):
 
 
 TREE = magicjax.expansion((2, 2))
+EARLY = magicjax.DynamicTree(8, 3, 2, min_prob=0.05)  # ends at other depths in other rows
 INT4 = "int4"  # in place of a number of KV heads: 8 of them, and matrices in groups of 2
 # Name: (drafter, tree, options of generate, KV heads of the target, its family, or INT4).
 CASES = {
@@ -94,6 +95,7 @@ CASES = {
         1,
     ),
     "dynamic": (self_speculation(), magicjax.DynamicTree(8, 3, 2), {}, 2),
+    "dynamic, ended early": (self_speculation(), EARLY, SAMPLED, 8),
     "dynamic sampled": (small(), magicjax.DynamicTree(8, 3, 2), SAMPLED, 8),
     "small": (small(), TREE, {}, 8),
     "small sparse": (small(policy="streaming", budget=32), magicjax.chain(4), {}, 1),

@@ -345,7 +345,7 @@ REFUSED = {
     "other vocabulary": (
         small(vocab_size=50),
         ValueError,
-        "the drafter's vocabulary has 50 tokens and the target's 48: they must be the same",
+        "the drafter's vocabulary has 50 rows and the target's 48: they may differ only in padding",
     ),
     "short drafter": (
         dict(params=magicjax.SamplingParams(max_tokens=30)) | small(max_positions=32),
@@ -382,6 +382,10 @@ ALSO_REFUSED = [
         "has 40 nodes, and suffix lookup drafts at most 16 of each depth: use at most 33 nodes",
     ),
     (
+        dict(drafter=magicjax.SuffixLookup(), tree=magicjax.DynamicTree(9, 4, 3, min_prob=0.5)),
+        "min_prob=0.5: suffix lookup counts texts instead of computing probabilities: omit it",
+    ),
+    (
         dict(drafter=magicjax.SuffixLookup(documents="a.txt")),
         "documents='a.txt': the target 'target' has no tokenizer; give token ids to",
     ),
@@ -398,7 +402,7 @@ ALSO_REFUSED = [
     (dict(drafter=magicjax.Ensemble([budget(200)] * 5), tree=magicjax.chain(60)), "301 nodes in"),
     (
         dict(drafter=magicjax.Ensemble([budget(12), *small(vocab_size=50).values()])),
-        "has 50 tokens",
+        "has 50 rows",
     ),
     (
         dict(drafter=magicjax.PromptLookup(), tree=magicjax.expansion((65,))),

@@ -132,6 +132,10 @@ REFUSED = {
         dict(drafter=Untimed()),
         "Untimed does not define synthetic_state: define it, or use adaptive=False",
     ),
+    "rounds that differ in length": (
+        dict(drafter=tiny.drafter("near"), tree=magicjax.DynamicTree(6, 5, 2, min_prob=0.6)),
+        "min_prob=0.6: adaptive=True times rounds before the first request, .* use adaptive=False",
+    ),
 }
 
 
@@ -139,8 +143,8 @@ REFUSED = {
 def test_what_cannot_adapt_is_an_error_before_anything_is_compiled(what):
     options, message = dict(REFUSED[what][0]), REFUSED[what][1]
     compiled = program_cache.totals()
-    drafter = options.pop("drafter", magicjax.PromptLookup())
+    drafter, tree = options.pop("drafter", magicjax.PromptLookup()), options.pop("tree", None)
     config = magicjax.EngineConfig(adaptive=True, slots=2, capacity=64, **options)
     with pytest.raises(ValueError, match=message):
-        magicjax.Engine(tiny.model(), drafter, config=config)
+        magicjax.Engine(tiny.model(), drafter, tree, config=config)
     assert program_cache.totals() == compiled
