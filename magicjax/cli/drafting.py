@@ -1,6 +1,7 @@
 """The options of drafters and sampling, which `generate` and `chat` share."""
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,10 +22,14 @@ from magicjax.drafters.spec import (
 from magicjax.loading import sampling_defaults
 from magicjax.options import as_help, options_of
 from magicjax.plugins import installed
-from magicjax.trees.token_tree import Tree
+from magicjax.sources import fetched_draft
+from magicjax.trees.token_tree import DynamicTree, Tree, parse_tree
 from magicjax.verification.verify import VERIFIERS
+from pallas_kernels.cpu import build
 
 SERVED = "prompt-lookup:4"  # the default drafter of an engine
+# Of default draft models. An engine compiles a dynamic tree at one depth, and a chain at several.
+DRAFT_VOCAB, DRAFT_TREE = 32_000, "dynamic:5,4,1"
 
 
 def add_speculation(
@@ -52,16 +57,20 @@ def add_speculation(
         action="append",
         type=options.trees,
         default=[],
-        help="chain:4 (default), expansion:2,2,1, parents:-1,0,0,1 or dynamic:16,6,4 (nodes, "
-        "depth, width); one for all drafters, or one per drafter; for a cascade that of its first "
-        "drafter, or 'chain:4 -> chain:8': its tree, and the chain that the target verifies",
+        help="chain:4 (default), expansion:2,2,1, parents:-1,0,0,1, dynamic:16,6,4 (nodes, depth, "
+        "width) or dynamic:6,5,2,0.6 (and min_prob); one for all drafters, or one per drafter; "
+        "for a cascade that of its first drafter, or 'chain:4 -> chain:8': its tree, and the chain "
+        "that the target verifies",
     )
     return group
 
 
 def add_adaptive_speculation(parser: Any) -> None:
     """Adds the options of drafters and trees of a command that runs an engine."""
-    default = f"{options.NONE}: plain decoding; default: {SERVED}"
+    default = (
+        f"{options.NONE}: plain decoding; default: the downloaded draft model of the target, if "
+        f"there is one, else {SERVED}"
+    )
     group = add_speculation(parser, default, options.engine_drafter)
     group.add_argument(
         "--no-adaptive",
@@ -81,14 +90,19 @@ def engine_drafters(arguments: argparse.Namespace, sampled: bool, greedy: str) -
     """Returns the texts of the drafters of an engine; [] for plain decoding.
 
     Args:
-      arguments: of a command with the options of `add_adaptive_speculation`.
+      arguments: of a command with the options of `add_adaptive_speculation`; gets the tree of a
+        default draft model.
       sampled: whether tokens are sampled.
       greedy: a phrase for when nothing is sampled.
 
     Raises:
       ValueError: options that cannot be combined, or have no effect.
     """
-    drafters = list(arguments.drafter) or [SERVED]
+    drafters = list(arguments.drafter)
+    if not drafters:
+        drafters = [default_drafter(arguments)]
+        if drafters != [SERVED]:
+            arguments.tree = arguments.tree or [DRAFT_TREE]
     if options.AUTO in drafters:
         raise ValueError(
             f"--drafter {options.AUTO} measures a single prompt: find a drafter with `magicjax "
@@ -99,6 +113,11 @@ def engine_drafters(arguments: argparse.Namespace, sampled: bool, greedy: str) -
             raise ValueError(f"--drafter {options.NONE} with another drafter: remove one of them")
         drafters = []
     check(arguments, drafters, sampled, f"with --drafter {options.NONE}", greedy)
+    if drafters and not arguments.no_adaptive and any(map(_ends_early, arguments.tree)):
+        raise ValueError(
+            f"--tree {arguments.tree[0]} has min_prob, and an adaptive engine times rounds before "
+            "the first request, which depend on the text: add --no-adaptive, or omit min_prob"
+        )
     effects = [("no_adaptive", drafters, f"with --drafter {options.NONE}")]
     options.check_effects(arguments, effects)
     if sampled and drafters and not arguments.no_adaptive and arguments.verifier == "mss":
@@ -107,6 +126,21 @@ def engine_drafters(arguments: argparse.Namespace, sampled: bool, greedy: str) -
             "omit --verifier"
         )
     return drafters
+
+
+def _ends_early(trees: str) -> bool:
+    """Returns whether some tree of a --tree option is a dynamic one with `min_prob`."""
+    found = [parse_tree(text) for text in re.split(r" \+ | -> ", trees)]
+    return any(isinstance(tree, DynamicTree) and tree.min_prob for tree in found)
+
+
+def default_drafter(arguments: argparse.Namespace) -> str:
+    """Returns the text of the drafter of an engine if none is given."""
+    draft = fetched_draft(arguments.target)
+    if draft is None or getattr(arguments, "mesh", None) or arguments.tokenizer:
+        return SERVED
+    fast = ":weights=Q4_0" * (build.is_default() and arguments.activations == "int8")
+    return f"small:{draft}{fast}:draft_vocab={DRAFT_VOCAB}"
 
 
 def drafters_help() -> str:

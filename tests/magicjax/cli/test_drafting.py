@@ -1,0 +1,59 @@
+"""The drafter of an engine if none is given."""
+
+import argparse
+
+import pytest
+
+from magicjax import sources
+from magicjax.cli import drafting
+from magicjax.sources import DOWNLOADS
+from pallas_kernels.cpu import build
+
+
+@pytest.fixture
+def fetched(tmp_path, monkeypatch):
+    """Makes the directories of some models."""
+    monkeypatch.setattr(sources.Download, "directory", property(lambda self: tmp_path / self.name))
+
+    def make(*names):
+        for name in names:
+            (tmp_path / name).mkdir()
+
+    return make
+
+
+def default(target: str, **options) -> str:
+    return drafting.default_drafter(
+        argparse.Namespace(
+            **dict(target=target, activations="int8", mesh=None, tokenizer=None) | options
+        )
+    )
+
+
+def test_a_draft_model_that_is_downloaded_drafts(fetched):
+    assert default("qwen2.5-coder-1.5b") == drafting.SERVED
+    fetched("qwen2.5-coder-0.5b")
+    packed = ":weights=Q4_0" * build.is_default()
+    assert default("qwen2.5-coder-1.5b") == f"small:qwen2.5-coder-0.5b{packed}:draft_vocab=32000"
+    options = dict(drafter=[], tree=[], no_adaptive=False, verifier=None)
+    options |= dict(target="qwen2.5-coder-1.5b", activations="int8", mesh=None, tokenizer=None)
+    for asked, tree in (([], [drafting.DRAFT_TREE]), (["chain:2"], ["chain:2"])):
+        arguments = argparse.Namespace(**options | dict(tree=asked))
+        assert len(drafting.engine_drafters(arguments, False, "without --temperature")) == 1
+        assert arguments.tree == tree
+    plain = default("qwen2.5-coder-1.5b", activations="float")
+    assert plain == "small:qwen2.5-coder-0.5b:draft_vocab=32000"
+    for options in (dict(mesh="data=2"), dict(tokenizer="a"), dict(target="smollm2")):
+        assert default(**dict(target="qwen2.5-coder-1.5b") | options) == drafting.SERVED
+
+
+def test_an_adaptive_engine_refuses_trees_that_end_early():
+    options = dict(drafter=["prompt-lookup"], tree=["dynamic:6,5,2,0.6"], no_adaptive=False)
+    message = "--tree dynamic:6,5,2,0.6 has min_prob, .* add --no-adaptive"
+    with pytest.raises(ValueError, match=message):
+        drafting.engine_drafters(argparse.Namespace(**options), False, "without --temperature")
+
+
+def test_draft_models_are_downloads():
+    drafts = {each.draft for each in DOWNLOADS.values() if each.draft}
+    assert drafts and drafts <= DOWNLOADS.keys()
