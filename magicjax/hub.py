@@ -50,8 +50,8 @@ def snapshot(source: str, weights: bool) -> pathlib.Path:
 
     Raises:
       ValueError: there is no such revision, or the model is not in transformers' format.
-      OSError: there is no such model, it is not public, or the Hub cannot be reached and the cache
-        does not have all files.
+      OSError: the model does not exist or is not public, or the Hub cannot be reached and the
+        cache does not have all files.
     """
     name, _, revision = source.partition("@")
     directory = _download(name, revision, [*SMALL, WEIGHTS] if weights else [*SMALL])
@@ -83,10 +83,10 @@ def gguf_file(source: str) -> pathlib.Path:
         part of its name, in any case; NAME may be NAME@REVISION.
 
     Raises:
-      ValueError: there is no such revision or file, several files have the quantization, or the
+      ValueError: the revision or file does not exist, several files have the quantization, or the
         model is in several files.
-      OSError: there is no such model, it is not public, or the Hub cannot be reached and the cache
-        does not have the file.
+      OSError: the model does not exist or is not public, or the Hub cannot be reached and the
+        cache does not have the file.
     """
     import huggingface_hub
 
@@ -104,7 +104,7 @@ def sha256(source: str, seconds: float) -> str | None:
       source: OWNER/NAME:FILE.gguf.
       seconds: the largest time to wait.
 
-    Returns None if there is no such file, or no answer in that time.
+    Returns None if the file does not exist or the Hub does not answer in time.
     """
     import huggingface_hub
 
