@@ -652,14 +652,16 @@ def _parameter_reader(
         if file.name != GGUF_INDEX:
             return mapped_tensors(file)
         from models.gguf import files as gguf_files
+        from models.gguf.tensors import MappedTensors
 
-        return gguf_files.MappedTensors(gguf_files.weights_of(path, module.config))
+        return MappedTensors(gguf_files.weights_of(path, module.config))
 
     def packed_matrix(tensor: Tensor, to: str) -> np.ndarray:
         from models.gguf import files as gguf_files
+        from models.gguf.tensors import Weight
 
         weight = gguf_files.weights_of(path, module.config)[tensor.name]
-        assert isinstance(weight, gguf_files.Weight)
+        assert isinstance(weight, Weight)
         return weight.packed(tensor.fused, to)
 
     def unpacked(tensor: Tensor, places: dict[str, Stored]) -> Matrix:

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 import models
 from models.gguf import files
 from models.gguf.files import read_gguf, write_directory
+from models.gguf.tensors import MappedTensors
 from models.hf_config import read_config
 from pallas_kernels.cpu import build
 from tests import gguf_cases
@@ -374,7 +375,7 @@ def test_experts_in_mxfp4_stay_quantized(tmp_path, random_params):
     path = write(tmp_path / "model.gguf", "gpt_oss", plain, stored, **WIDE_SETTINGS)
     converted.mkdir()
     write_directory(read_gguf(path), converted)
-    raw = files.MappedTensors(files.weights_of(converted, config))
+    raw = MappedTensors(files.weights_of(converted, config))
     gate = raw["model.layers.0.mlp.experts.gate_up_proj_blocks"]
     assert gate.shape == (4, 64, 2, 16) and gate.dtype == np.uint8
     found = models.load_checkpoint(converted, weights="none")
