@@ -151,13 +151,13 @@ def _load(
 
 
 def _cut(
-    module: nn.Module, params: Any, draft_vocab: int | None, ends: Sequence[int] = ()
+    module: nn.Module, params: Any, draft_vocab: int | None, eos_token_ids: Sequence[int] = ()
 ) -> tuple[nn.Module, Any]:
     """Returns module and parameters with the draft vocabulary, if there is one."""
     if draft_vocab is None:
         return module, params
     check_whole("draft_vocab", draft_vocab, 1)
-    return models.with_draft_vocab(module, params, draft_vocab, ends)
+    return models.with_draft_vocab(module, params, draft_vocab, eos_token_ids)
 
 
 def _check_random(module: nn.Module, source: str | os.PathLike) -> None:
@@ -247,7 +247,7 @@ def offload(model: Model) -> Model:
         raise ValueError(f"the model {model.name!r} is offloaded already")
     if isinstance(model.module.weights, models.PackedWeights):
         raise ValueError(
-            f"the matrices of {model.name!r} are packed in types of its GGUF file: load it with "
+            f"the matrices of {model.name!r} are packed for the CPU kernels: load it with "
             "offload=True"
         )
     if any(len(leaf.sharding.device_set) > 1 for leaf in jax.tree.leaves(model.params)):
@@ -298,8 +298,8 @@ def skeleton(
     Args:
       source, dtype, weights, shards, offload, draft_vocab: as for `load`.
       tokenizer: of the model; None: that of the source, if it has one.
-      packed: whether the matrices of a GGUF file stay as they are, as `load` keeps them on a CPU
-        without a mesh.
+      packed: whether matrices of a GGUF file stay as they are, and others can be rounded to its
+        types, as `load` does on a CPU without a mesh.
     """
     tokenizer = load_tokenizer(source) if tokenizer is None else tokenizer
     form = weight_format(source, weights, dtype, packed=packed and not offload)

@@ -127,7 +127,7 @@ class WeightFormat:
 
 @dataclasses.dataclass(frozen=True)
 class PackedWeights:
-    """The types of a GGUF file's matrices that are packed for the CPU kernels.
+    """The types of matrices that are packed for the CPU kernels, those of GGUF files.
 
     Attributes:
       types: (path below "params", name in `pallas_kernels.cpu.packed.FORMATS`) of each matrix, such

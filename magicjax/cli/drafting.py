@@ -1,7 +1,6 @@
 """The options of drafters and sampling, which `generate` and `chat` share."""
 
 import argparse
-import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from magicjax.drafters.spec import (
     is_cascade,
     parse_all,
     resolve,
+    split,
 )
 from magicjax.loading import sampling_defaults
 from magicjax.options import as_help, options_of
@@ -113,9 +113,10 @@ def engine_drafters(arguments: argparse.Namespace, sampled: bool, greedy: str) -
             raise ValueError(f"--drafter {options.NONE} with another drafter: remove one of them")
         drafters = []
     check(arguments, drafters, sampled, f"with --drafter {options.NONE}", greedy)
-    if drafters and not arguments.no_adaptive and any(map(_ends_early, arguments.tree)):
+    early = next(filter(_ends_early, arguments.tree), None)
+    if drafters and not arguments.no_adaptive and early:
         raise ValueError(
-            f"--tree {arguments.tree[0]} has min_prob, and an adaptive engine times rounds before "
+            f"--tree {early} has min_prob, and an adaptive engine times rounds before "
             "the first request, which depend on the text: add --no-adaptive, or omit min_prob"
         )
     effects = [("no_adaptive", drafters, f"with --drafter {options.NONE}")]
@@ -130,7 +131,7 @@ def engine_drafters(arguments: argparse.Namespace, sampled: bool, greedy: str) -
 
 def _ends_early(trees: str) -> bool:
     """Returns whether some tree of a --tree option is a dynamic one with `min_prob`."""
-    found = [parse_tree(text) for text in re.split(r" \+ | -> ", trees)]
+    found = map(parse_tree, split(trees))
     return any(isinstance(tree, DynamicTree) and tree.min_prob for tree in found)
 
 

@@ -130,7 +130,7 @@ def has_model(kind: type[Drafter]) -> bool:
 
 
 def split(text: str) -> list[str]:
-    """Returns the texts of the drafters of an ensemble or a cascade, or of a single drafter."""
+    """Returns the texts of an ensemble's or a cascade's drafters, or trees, or of a single one."""
     return [part.strip() for part in _SEPARATORS.split(text)]
 
 

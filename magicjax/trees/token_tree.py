@@ -204,8 +204,8 @@ class DynamicTree:
       nodes: N, the nodes that the target scores, the root included.
       depth: the longest path, in edges; the draft model runs once for each depth.
       width: the nodes that run at each depth, and the children of each.
-      min_prob: a row's draft ends before `depth` when none of its newest nodes has this path
-        probability; 0: it does not. The row then has fewer nodes, and padding.
+      min_prob: a row's draft ends before `depth` when the path probability of all of its newest
+        nodes is lower; 0: it does not. The row then has fewer nodes, and padding.
 
     Raises:
       ValueError: a bound is too small, there are fewer candidates than nodes, or min_prob is not in
@@ -317,17 +317,12 @@ def parse_tree(text: str) -> Tree:
     Raises:
       ValueError: the text has another form, or the tree is not valid.
     """
-    match = re.fullmatch(rf"({'|'.join(KINDS)}):(-?\d+(?:,-?\d+)*)(?:,(\d*\.\d+))?", text)
+    if grown := re.fullmatch(r"dynamic:(-?\d+),(-?\d+),(-?\d+)(?:,(\d*\.?\d+))?", text):
+        nodes, depth, width = map(int, grown.groups()[:3])
+        return DynamicTree(nodes, depth, width, float(grown[4] or 0))
+    match = re.fullmatch(r"(chain|expansion|parents):(-?\d+(?:,-?\d+)*)", text)
     numbers = [int(n) for n in match[2].split(",")] if match else []
-    min_prob = float(match[3]) if match and match[3] else None
-    if match and match[1] == "dynamic" and len(numbers) == 4 and min_prob is None:
-        min_prob = float(numbers.pop())
     kind = match[1] if match else ""
-    if kind == "dynamic" and len(numbers) == 3:
-        nodes, depth, width = numbers
-        return DynamicTree(nodes, depth, width, min_prob or 0.0)
-    if min_prob is not None:
-        kind = ""
     if kind == "expansion":
         return expansion(numbers)
     if kind == "parents":

@@ -260,7 +260,7 @@ def test_matrices_stay_in_the_types_of_the_file_unless_activations_are_floating_
         assert magicjax.load(gguf, **options).weights is None
     with pytest.raises(ValueError, match="activations='bf16' is unknown: use 'int8' or 'float'"):
         magicjax.load(gguf, activations="bf16")
-    with pytest.raises(ValueError, match="are packed in types of its GGUF file: load it with off"):
+    with pytest.raises(ValueError, match="are packed for the CPU kernels: load it with off"):
         magicjax.offload(packed)
     sampling = magicjax.SamplingParams(max_tokens=8)
     with pytest.raises(ValueError, match="packed for the CPU kernels of one device: load the"):
