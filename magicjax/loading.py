@@ -61,12 +61,11 @@ def load(
         channel, "int4" or "int4:32" with one for each group of 128 or 32 inputs. A quantized
         checkpoint stays exact in its own format and in smaller groups of it, such as "float8:64".
         "Q4_0" or "Q8_0": types of GGUF files, for the CPU kernels; embedding and output matrix stay
-        as stored. None: all as stored; matrices of a quantized checkpoint stay quantized. "none":
-        dequantize them.
+        as stored. None: each as it is stored, quantized or not. "none": dequantize all.
       activations: "int8": with weights=None, matrices of a GGUF file stay in its types on a CPU
         without mesh and offload, and products round activations to 8 bits, as they do with "Q4_0"
-        and "Q8_0". "float": as on other devices, matrices become integers with float32 scales if
-        all matrices of blocks can, else floating-point, and activations are not rounded.
+        and "Q8_0". "float": as on other devices, matrices of blocks become integers with float32
+        scales if their types can, else floating-point, and activations are not rounded.
       draft_vocab: rows of a draft model's output matrix, a multiple of 16: it proposes only the
         first tokens of its vocabulary and those that end a text, and reads all. None: all tokens.
       seed: of a preset's weights.
@@ -113,12 +112,12 @@ def _load(
     sharding_of = None
     if mesh is not None:
         config = config_of(source)
-        module = models.build(config, weights=weight_format(source, form))
+        module = models.build(config, weights=matrix_formats(source, form, alike=stages > 1))
         sharding_of = placement.parameter_shardings(module, shards, mesh)
         pipeline_stages.check_layers(config, stages)
     if (path := directory_of(source)) is None:
         dtype = PRESET_DTYPE if dtype is None else dtype
-        module = models.build(config_of(source), dtype, weight_format(source, form))
+        module = models.build(config_of(source), dtype, matrix_formats(source, form))
         _check_random(module, source)
         params, layout = _initialized(module, seed, stages, offload, sharding_of)
         module, params = _cut(module, params, draft_vocab)
@@ -135,8 +134,8 @@ def _load(
         packed=packed,
     )
     params, layout = _laid_out(checkpoint, stages, offload, sharding_of)
-    if isinstance(types := checkpoint.module.weights, models.PackedWeights):
-        logger.info("weights are in %s, and products round activations to 8 bits", types)
+    if (formats := models.formats_of(checkpoint.module)).is_packed:
+        logger.info("weights are in %s, and products round activations to 8 bits", formats)
     module, params = _cut(checkpoint.module, params, draft_vocab, checkpoint.eos_token_ids)
     return Model(
         module,
@@ -245,10 +244,10 @@ def offload(model: Model) -> Model:
     """
     if model.offload:
         raise ValueError(f"the model {model.name!r} is offloaded already")
-    if isinstance(model.module.weights, models.PackedWeights):
+    if model.weights.is_packed or not model.weights.are_alike(model.config.num_layers):
         raise ValueError(
-            f"the matrices of {model.name!r} are packed for the CPU kernels: load it with "
-            "offload=True"
+            f"the matrices of {model.name!r} ({model.weights}) are packed for the CPU kernels, or "
+            "differ between layers: load it with offload=True"
         )
     if any(len(leaf.sharding.device_set) > 1 for leaf in jax.tree.leaves(model.params)):
         raise ValueError(
@@ -302,8 +301,8 @@ def skeleton(
         types, as `load` does on a CPU without a mesh.
     """
     tokenizer = load_tokenizer(source) if tokenizer is None else tokenizer
-    form = weight_format(source, weights, dtype, packed=packed and not offload)
-    module = models.build(config_of(source), dtype, form)
+    formats = matrix_formats(source, weights, dtype, packed=packed, alike=offload)
+    module = models.build(config_of(source), dtype, formats)
     layout = Offloaded(offloading.shapes(module)) if offload else Resident()
     directory = directory_of(source, weights=False)
     ids = {} if directory is None else models.special_tokens(directory)
@@ -410,24 +409,26 @@ def sampling_defaults(source: str | os.PathLike) -> dict[str, Any]:
     return {} if directory is None else models.sampling_defaults(directory)
 
 
-def weight_format(
+def matrix_formats(
     source: str | os.PathLike,
     weights: str | models.WeightFormat | None = None,
     dtype: Any = None,
     *,
     packed: bool = False,
-) -> models.Weights:
-    """Returns the format of the matrices of the model that `load` returns.
+    alike: bool = False,
+) -> models.MatrixFormats:
+    """Returns the formats of the matrices of the model that `load` returns.
 
     Args:
       source, weights, dtype: as for `load`.
       packed: as for `skeleton`.
+      alike: whether all layers have the same, as with `offload` or `stages`.
 
-    Raises as `magicjax.sources.directory_of` and `models.weight_format`.
+    Raises as `magicjax.sources.directory_of` and `models.matrix_formats`.
     """
     directory, form = directory_of(source, weights=False), models.parse_weights(weights)
     if directory is None:
-        return models.rounded_format(form)
+        return models.blocks_in(config_of(source), models.rounded_format(form))
     if models.is_quantized(directory):
         directory = checkpoint_directory(source)
-    return models.weight_format(directory, form, dtype, packed=packed)
+    return models.matrix_formats(directory, form, dtype, packed=packed, alike=alike)

@@ -67,9 +67,9 @@ class Model:
         return jnp.dtype(self.module.dtype)
 
     @property
-    def weights(self) -> models.WeightFormat | None:
-        """The format of the blocks' matrices; None: not quantized."""
-        return self.module.weights
+    def weights(self) -> models.MatrixFormats:
+        """The formats of quantized matrices."""
+        return models.formats_of(self.module)
 
     def with_backend(self, backend: str | None) -> "Model":
         """Returns the model with a backend of its products (`models.linear.products`).

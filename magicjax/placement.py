@@ -167,9 +167,13 @@ def parameter_shardings(module: nn.Module, shards: int | None, mesh: AnyMesh) ->
     """Returns a function from a parameter's logical axes to its sharding."""
     mesh = factored(mesh)
     split = split_of(module.config, shards, mesh)
-    is_packed = isinstance(module.weights, models.PackedWeights)
-    if module.weights is not None and not (is_packed and mesh.size == 1):
-        module.weights.check(module.config.matrix_inputs(split.shards), split.shards)
+    if (formats := models.formats_of(module)).is_packed and mesh.size > 1:
+        raise ValueError(
+            f"matrices in {formats} are packed for the CPU kernels of one device: load the model "
+            "with the mesh, or with activations='float'"
+        )
+    if formats:
+        formats.check(module.config.matrix_inputs(split.shards), split.shards)
     return lambda names: NamedSharding(mesh, split.spec(names))
 
 

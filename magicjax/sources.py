@@ -23,7 +23,7 @@ from magicjax import hub
 from magicjax.files import cache_folder, created_once
 from magicjax.suggest import did_you_mean
 
-CONVERSION = 3  # a change of the conversion's output increments it, and files are converted again
+CONVERSION = 4  # a change of the conversion's output increments it, and files are converted again
 HUB_SECONDS = 4.0  # to wait for the Hub's answer before wheels are downloaded
 
 

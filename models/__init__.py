@@ -4,6 +4,7 @@ from models.build import (
     ShardingFn,
     abstract_params,
     block_params,
+    blocks_in,
     blocks_of,
     build,
     cast_params,
@@ -16,7 +17,7 @@ from models.build import (
     quantize_block,
     split_blocks,
 )
-from models.decoder import Decoder, DecoderConfig, of_layers, output_matrix
+from models.decoder import Decoder, DecoderConfig, formats_of, of_layers, output_matrix
 from models.draft_vocab import with_draft_vocab
 from models.eagle import EagleConfig, EagleHead
 from models.families import FAMILIES, family_config
@@ -27,19 +28,18 @@ from models.huggingface import (
     load_checkpoint,
     load_config,
     load_tokenizer,
+    matrix_formats,
     sampling_defaults,
     special_tokens,
     stored_dtype,
-    weight_format,
 )
 from models.layers import NEVER, Attend, LayerAttend, PassResult, in_every_layer
 from models.positions import Alibi, LearnedPositions, Rope
 from models.presets import PRESETS, preset
 from models.quantized import (
     BLOCK,
-    PackedWeights,
+    MatrixFormats,
     WeightFormat,
-    Weights,
     dequantize,
     dequantize_params,
     parse_weights,
@@ -61,14 +61,14 @@ __all__ = [
     "EagleHead",
     "LayerAttend",
     "LearnedPositions",
-    "PackedWeights",
+    "MatrixFormats",
     "PassResult",
     "Rope",
     "ShardingFn",
     "WeightFormat",
-    "Weights",
     "abstract_params",
     "block_params",
+    "blocks_in",
     "blocks_of",
     "build",
     "cast_params",
@@ -76,6 +76,7 @@ __all__ = [
     "dequantize",
     "dequantize_params",
     "family_config",
+    "formats_of",
     "in_every_layer",
     "init_blocks",
     "init_boxed",
@@ -86,6 +87,7 @@ __all__ = [
     "load_checkpoint",
     "load_config",
     "load_tokenizer",
+    "matrix_formats",
     "of_layers",
     "output_matrix",
     "parse_weights",
@@ -98,6 +100,5 @@ __all__ = [
     "special_tokens",
     "split_blocks",
     "stored_dtype",
-    "weight_format",
     "with_draft_vocab",
 ]

@@ -8,35 +8,44 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from models.decoder import Decoder, DecoderConfig, layer_module, of_layers
+from models.decoder import Decoder, DecoderConfig, formats_of, layer_module, of_layers
 from models.eagle import EagleConfig, EagleHead
 from models.layers import in_every_layer
-from models.quantized import BLOCK, PackedWeights, WeightFormat, Weights, quantize_params, within
+from models.quantized import BLOCK, MatrixFormats, WeightFormat, quantize_params
 
 # sharding_of(logical axes, one name or None per axis) -> the sharding of the parameter
 ShardingFn = Callable[[tuple[str | None, ...]], jax.sharding.Sharding]
 
 
 def build(
-    config: DecoderConfig, dtype: Any = jnp.float32, weights: Weights = None
+    config: DecoderConfig,
+    dtype: Any = jnp.float32,
+    weights: MatrixFormats | WeightFormat | None = None,
 ) -> Decoder | EagleHead:
     """Returns the module of `config`.
 
     Args:
       config: of this package; other objects raise TypeError.
       dtype: of parameters and activations.
-      weights: the format of the blocks' matrices, whose groups must divide their inputs
-        (ValueError), or the types of packed matrices; None: not quantized.
+      weights: the format of each matrix, or of all of blocks, whose groups must divide their inputs
+        (ValueError); None: not quantized.
     """
     if not isinstance(config, DecoderConfig):
         raise TypeError(f"{type(config).__name__} is not a model config: it must be DecoderConfig")
     if isinstance(config, EagleConfig):
-        if weights is not None:
+        if weights:
             raise ValueError(f"weights={weights} is not supported for an EAGLE head: omit weights")
         return EagleHead(config, jnp.dtype(dtype))
-    if isinstance(weights, WeightFormat):
-        weights.check(config.matrix_inputs())
-    return Decoder(config, jnp.dtype(dtype), weights=weights)
+    formats = weights if isinstance(weights, MatrixFormats) else blocks_in(config, weights)
+    formats.check(config.matrix_inputs())
+    return Decoder(config, jnp.dtype(dtype), weights=formats)
+
+
+def blocks_in(config: DecoderConfig, form: WeightFormat | str | None) -> MatrixFormats:
+    """Returns the formats of a model whose blocks' matrices have all the same; None: none have."""
+    layers = range(config.num_layers) if form is not None else ()
+    names = (f"{BLOCK}{layer}/{name}" for layer in layers for name in config.matrix_inputs())
+    return MatrixFormats(tuple((name, str(form)) for name in names))
 
 
 def block_params(module: nn.Module, layer: int = 0) -> dict[str, Any]:
@@ -45,13 +54,12 @@ def block_params(module: nn.Module, layer: int = 0) -> dict[str, Any]:
 
 
 def quantize_block(block: dict[str, Any], module: nn.Module) -> dict[str, Any]:
-    """Returns one layer's parameters with matrices quantized as the module declares, on the host.
+    """Returns one layer's parameters with matrices quantized as in the first layer, on the host.
 
-    Matrices that are quantized already remain, as all parameters of an unquantized module.
+    Matrices that are quantized already remain.
     """
-    if module.weights is None or isinstance(module.weights, PackedWeights):
-        return block
-    return quantize_params(block, nn.meta.unbox(_block_shapes(module)), module.weights)
+    formats = module.weights.within(f"{BLOCK}0")
+    return quantize_params(block, nn.meta.unbox(_block_shapes(module)), formats)
 
 
 @functools.lru_cache(maxsize=8)
@@ -143,10 +151,10 @@ def abstract_params(module: nn.Module) -> dict[str, Any]:
     one_layer = of_layers(module, (0,))
     shapes = jax.eval_shape(lambda key: init_boxed(one_layer, key), jax.random.key(0))
     others, (first,) = split_blocks(shapes)
-    weights = getattr(module, "weights", None)
-    blocks = {within(weights, f"{BLOCK}0"): first}
+    formats = formats_of(module)
+    blocks = {formats.within(f"{BLOCK}0"): first}
     for layer in range(module.config.num_layers):
-        own = within(weights, f"{BLOCK}{layer}")
+        own = formats.within(f"{BLOCK}{layer}")
         if own not in blocks:
             blocks[own] = block_params(module, layer)
         others["params"][f"{BLOCK}{layer}"] = blocks[own]

@@ -36,7 +36,7 @@ from models.positions import (
     local_slopes,
     rotate_by,
 )
-from models.quantized import BLOCK, PackedWeights, Weights, format_of, within
+from models.quantized import BLOCK, MatrixFormats
 from pallas_kernels.cpu.linear import Matrix
 from pallas_kernels.cpu.packed import OUTPUTS, Packed
 from pallas_kernels.scores import capped
@@ -346,10 +346,13 @@ def of_layers(module: nn.Module, layers: Sequence[int]) -> nn.Module:
     if full := getattr(module.config, "full_layers", ()):
         changes["full_layers"] = tuple(i for i, layer in enumerate(layers) if layer in full)
     module = module.clone(config=dataclasses.replace(module.config, **changes))
-    weights = getattr(module, "weights", None)
-    if not isinstance(weights, PackedWeights):
-        return module
-    return module.clone(weights=weights.of_layers(layers))
+    formats = formats_of(module)
+    return module.clone(weights=formats.of_layers(layers)) if formats else module
+
+
+def formats_of(module: nn.Module) -> MatrixFormats:
+    """Returns the formats of a module's matrices; an own decoder may not declare any."""
+    return getattr(module, "weights", MatrixFormats())
 
 
 class Attention(nn.Module):
@@ -358,7 +361,7 @@ class Attention(nn.Module):
     config: DecoderConfig
     dtype: Any
     split: Split = Split()
-    weights: Weights = None
+    weights: MatrixFormats = MatrixFormats()
     backend: str | None = None
 
     @nn.compact
@@ -369,7 +372,7 @@ class Attention(nn.Module):
         embed = ((c.hidden_size, EMBED),)
 
         def projection(inputs, outputs, use_bias, name, **options):
-            form = format_of(self.weights, name)
+            form = self.weights.of(name)
             options |= dict(dtype=self.dtype, weights=form, backend=self.backend)
             return Projection(inputs, outputs, use_bias, name=name, **options)
 
@@ -413,7 +416,7 @@ class FeedForward(nn.Module):
     config: DecoderConfig
     dtype: Any
     split: Split = Split()
-    weights: Weights = None
+    weights: MatrixFormats = MatrixFormats()
     backend: str | None = None
 
     @nn.compact
@@ -423,7 +426,7 @@ class FeedForward(nn.Module):
         hidden = ((c.intermediate_size // self.split.shards, MLP),)
 
         def projection(inputs, outputs, name, **options):
-            form = format_of(self.weights, name)
+            form = self.weights.of(name)
             options |= dict(dtype=self.dtype, weights=form, backend=self.backend)
             return Projection(inputs, outputs, c.mlp_bias, name=name, **options)
 
@@ -438,7 +441,7 @@ class MixtureOfExperts(nn.Module):
     config: DecoderConfig
     dtype: Any
     split: Split = Split()
-    weights: Weights = None
+    weights: MatrixFormats = MatrixFormats()
     backend: str | None = None
 
     @nn.compact
@@ -450,12 +453,13 @@ class MixtureOfExperts(nn.Module):
         local = (c.num_experts // self.split.shards, EXPERTS)
         logits_of = functools.partial(Projection, (embed,), ((c.num_experts, None),), c.router_bias)
         router = logits_of(name="router", **options)
-        projection = functools.partial(Projection, use_bias=c.mlp_bias, weights=self.weights)
-        into = [
-            projection((embed,), (local, unit), name=name, **options)
-            for name in ("gate", "up")[not c.gated :]
-        ]
-        out_of = projection((unit,), (local, embed), name="down", **options)
+
+        def projection(inputs, outputs, name):
+            form = self.weights.of(name)
+            return Projection(inputs, outputs, c.mlp_bias, name=name, weights=form, **options)
+
+        into = [projection((embed,), (local, unit), name) for name in ("gate", "up")[not c.gated :]]
+        out_of = projection((unit,), (local, embed), "down")
         rows = x.reshape(-1, x.shape[-1])
         chosen = experts.choose(router(rows), c.experts_per_token, c.normalize_experts)
         first = collectives.axis_index(self.split.axes) * local[0] if self.split.axes else 0
@@ -473,7 +477,7 @@ class Block(nn.Module):
     config: DecoderConfig
     dtype: Any
     split: Split = Split()
-    weights: Weights = None
+    weights: MatrixFormats = MatrixFormats()
     backend: str | None = None
 
     @nn.compact
@@ -485,7 +489,7 @@ class Block(nn.Module):
             return NORMS[c.norm](*settings, name=name)
 
         def part(kind: type[nn.Module], name: str) -> nn.Module:
-            weights = within(self.weights, name)
+            weights = self.weights.within(name)
             return kind(c, self.dtype, self.split, weights, self.backend, name=name)
 
         attention = part(Attention, "attention")
@@ -509,16 +513,17 @@ def layer_module(module: nn.Module, layer: int = 0) -> Block:
 
     Its parameters are `params["params"]["layers_<i>"]`.
     """
-    weights = within(module.weights, f"{BLOCK}{layer}")
+    weights = module.weights.within(f"{BLOCK}{layer}")
     return Block(module.config, module.dtype, module.split, weights, module.backend, parent=None)
 
 
 def output_matrix(module: nn.Module, params: dict[str, Any]) -> Array | Packed:
     """Returns the matrix [V, E] that gives the logits of a decoder."""
     name = "embedding" if module.config.tie_embeddings else "unembedding"
-    matrix, weights = params["params"][name], getattr(module, "weights", None)
-    kind = weights.type_of(name) if isinstance(weights, PackedWeights) else None
-    return matrix if kind is None else Packed(matrix, kind, (OUTPUTS * matrix.shape[0],))
+    matrix, form = params["params"][name], formats_of(module).of(name)
+    if not isinstance(form, str):
+        return matrix
+    return Packed(matrix, form, (OUTPUTS * matrix.shape[0],))
 
 
 @functools.partial(jax.jit, static_argnames=("block", "slides"))
@@ -545,15 +550,14 @@ class Decoder(nn.Module):
       dtype: of parameters and activations; norms and logits use at least float32.
       split: the division over devices. With several shards the module runs inside `jax.shard_map`,
         on this device's part of the parameters, and returns its part of the logits.
-      weights: the format of the blocks' matrices, or the types of packed matrices; None: not
-        quantized.
+      weights: the formats of quantized matrices.
       backend: of the products; None: the native kernels on a CPU that has them.
     """
 
     config: DecoderConfig
     dtype: Any = jnp.float32
     split: Split = Split()
-    weights: Weights = None
+    weights: MatrixFormats = MatrixFormats()
     backend: str | None = None
 
     def setup(self):
@@ -564,8 +568,8 @@ class Decoder(nn.Module):
 
         def tokens_by_width(name: str, rows: int) -> Array | Packed:
             shape = (rows // self.split.shards, width)
-            form = self.weights.type_of(name) if isinstance(self.weights, PackedWeights) else None
-            if form is None:
+            form = self.weights.of(name)
+            if not isinstance(form, str):
                 return self.param(name, init, shape, self.dtype)
             return packed_param(self, name, form, ((shape[0], VOCAB),), ((width, axis),))
 

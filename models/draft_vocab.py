@@ -16,7 +16,7 @@ from jaxtyping import Int
 from models.build import build
 from models.decoder import DecoderConfig
 from models.eagle import EagleConfig
-from models.quantized import PackedWeights
+from models.quantized import MatrixFormats
 from pallas_kernels.cpu.packed import OUTPUTS, take_blocks
 
 
@@ -46,9 +46,9 @@ def with_draft_vocab(
     tokens = np.concatenate([tokens, others[: size - len(tokens)]])
     config = dataclasses.replace(c, draft_vocab_size=size, embeds_all=True, tie_embeddings=False)
     weights, source = module.weights, "embedding" if c.tie_embeddings else "unembedding"
-    kind = weights.type_of(source) if isinstance(weights, PackedWeights) else None
+    kind = weights.of(source)
     if kind is not None and c.tie_embeddings:
-        weights = PackedWeights((*weights.types, ("unembedding", kind)))
+        weights = MatrixFormats((*weights.texts, ("unembedding", str(kind))))
     changed = build(config, module.dtype, weights).clone(backend=module.backend)
     if params is None:
         return changed, None

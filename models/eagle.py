@@ -18,7 +18,7 @@ from models.decoder import DecoderConfig, FeedForward
 from models.layers import NEVER, Attend, PassResult, RMSNorm
 from models.linear import Projection, products, project
 from models.positions import rotate
-from models.quantized import WeightFormat
+from models.quantized import MatrixFormats
 from pallas_kernels.cpu.linear import Matrix
 from sharding import EMBED, HEAD_DIM, HEADS, KV_HEADS, VOCAB, Split
 
@@ -134,14 +134,14 @@ class EagleHead(nn.Module):
       config: shapes and settings.
       dtype: of parameters and activations; norms and logits use at least float32.
       split: of one device, as every device has the whole head.
-      weights: None; the matrices of a head are not quantized.
+      weights: none; the matrices of a head are not quantized.
       backend: of the products, as for `Decoder`.
     """
 
     config: EagleConfig
     dtype: Any = jnp.float32
     split: Split = Split()
-    weights: WeightFormat | None = None
+    weights: MatrixFormats = MatrixFormats()
     backend: str | None = None
 
     def setup(self):

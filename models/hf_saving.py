@@ -26,7 +26,7 @@ from models.families import FAMILIES
 from models.hf_config import write_config
 from models.hf_tensors import UNEMBEDDING, Tensor
 from models.huggingface import INDEX, QUANTIZATION, SINGLE, parameter_shapes
-from models.quantized import PackedWeights, WeightFormat
+from models.quantized import MatrixFormats, WeightFormat
 from models.quantized_checkpoints import Matrix, pack
 
 
@@ -60,13 +60,13 @@ def save_checkpoint(
     path = pathlib.Path(path)
     if path.exists() and not overwrite:
         raise FileExistsError(f"{path} exists: choose another path, or pass overwrite=True")
-    if module.weights is not None and FAMILIES[module.config.family].transposed:
+    if module.weights and FAMILIES[module.config.family].transposed:
         raise ValueError(
             f"quantized matrices of family={module.config.family!r} cannot be written: the family "
             "stores them transposed, which compressed-tensors does not read; load the model with "
             "weights='none' to save it"
         )
-    if isinstance(module.weights, PackedWeights):
+    if module.weights.is_packed:
         raise ValueError(
             f"matrices in {module.weights} cannot be written: Hugging Face's format does not have "
             "these types; load the model with weights='none' to save it"
@@ -88,9 +88,8 @@ def save_checkpoint(
     else:
         raw = write_config(config)
     raw = {**raw, **special, "torch_dtype": module.dtype.name}
-    if module.weights is not None:
-        plain = [tensor for tensor, found in values if tensor.inputs and len(found) == 1]
-        raw[QUANTIZATION] = _written_settings(module.weights, map(_module, plain))
+    if module.weights:
+        raw[QUANTIZATION] = _written_settings(module.weights, [t for t, _ in values if t.inputs])
     with _replacing(path) as partial:
         _write_json(partial / "config.json", raw)
         _write_json(partial / "generation_config.json", special)
@@ -145,7 +144,7 @@ def _named_params(module: nn.Module, params: Any) -> list[tuple[Tensor, dict[str
 def _write_tensors(
     path: pathlib.Path,
     values: list[tuple[Tensor, dict[str, Any]]],
-    form: WeightFormat | None,
+    formats: MatrixFormats,
     max_shard_bytes: int,
 ) -> None:
     stored: dict[str, list[tuple[Tensor, dict[str, Any]]]] = {}  # a tensor may have several
@@ -166,7 +165,7 @@ def _write_tensors(
         arrays: dict[str, np.ndarray] = {}
         for name in shard:
             tensors, found = zip(*stored[name], strict=True)
-            arrays |= _stored(tensors, jax.device_get(found), form)
+            arrays |= _stored(tensors, jax.device_get(found), formats)
         # Hugging Face requires the framework's name in the metadata.
         safetensors.numpy.save_file(arrays, path / file, metadata={"format": "pt"})
         where |= dict.fromkeys(arrays, file)
@@ -176,14 +175,15 @@ def _write_tensors(
 
 
 def _stored(
-    tensors: Sequence[Tensor], found: Sequence[dict[str, Any]], form: WeightFormat | None
+    tensors: Sequence[Tensor], found: Sequence[dict[str, Any]], formats: MatrixFormats
 ) -> dict[str, np.ndarray]:
     """Returns the arrays, by name, of a tensor with the parameters of `tensors`."""
     first = tensors[0]
     if len(found[0]) == 1:
         parameters = [np.asarray(x[tensor.path[-1]]) for tensor, x in zip(tensors, found)]
         return to_stored(tensors, parameters)
-    assert form is not None
+    form = formats.of(str(first.matrix))
+    assert isinstance(form, WeightFormat)
     if first.experts is not None:
         raise ValueError(
             f"{first.name} has the matrices of all experts, which compressed-tensors cannot store "
@@ -216,7 +216,7 @@ def _matrix_of(found: Mapping[str, Any], form: WeightFormat) -> Matrix:
 
     Args:
       found: weight, scale and perhaps zero, on the host.
-      form: of the module.
+      form: of the matrix.
     """
     scale = np.asarray(found["scale"])
     outputs = math.prod(scale.shape[1:])
@@ -255,29 +255,43 @@ def _unsigned(signed: np.ndarray, bits: int) -> np.ndarray:
     return (signed + np.int8(8)).view(np.uint8) if bits == 4 else signed.view(np.uint8) ^ 128
 
 
-def _written_settings(form: WeightFormat, plain: Iterable[str]) -> dict[str, Any]:
+def _written_settings(formats: MatrixFormats, tensors: Iterable[Tensor]) -> dict[str, Any]:
     """Returns the `quantization_config` of compressed-tensors.
 
     Args:
-      form: of the quantized matrices.
-      plain: the modules that are linear maps and not quantized, except the output matrix, which
-        transformers has even if embeddings are tied.
+      formats: of the quantized matrices.
+      tensors: of linear maps.
     """
-    kind = "float-quantized" if form.is_float else "pack-quantized"
-    weights = {
+    modules: dict[Any, list[str]] = {None: []}
+    for tensor in tensors:
+        form = formats.of(tensor.matrix) if tensor.matrix else None
+        modules.setdefault(form, []).append(_module(tensor))
+    # transformers has an output matrix even if embeddings are tied.
+    plain = [*modules.pop(None), UNEMBEDDING.removesuffix(".weight")]
+    groups: dict[str, Any] = {}
+    for i, (form, names) in enumerate(modules.items()):
+        targets = ["Linear"] if len(modules) == 1 else list(dict.fromkeys(names))
+        kind = "float-quantized" if form.is_float else "pack-quantized"
+        groups[f"group_{i}"] = {"targets": targets, "weights": _settings(form), "format": kind}
+    kinds = {group["format"] for group in groups.values()}
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": kinds.pop() if len(kinds) == 1 else "mixed-precision",
+        "config_groups": groups,
+        "ignore": list(dict.fromkeys(plain)),
+    }
+
+
+def _settings(form: WeightFormat) -> dict[str, Any]:
+    """Returns the settings of weights in a group of `quantization_config`."""
+    return {
         "num_bits": form.bits,
         "type": "float" if form.is_float else "int",
         "symmetric": not form.zeros,
         "strategy": "channel" if form.group is None else "group",
         "group_size": form.group,
         "dynamic": False,
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "quantization_status": "compressed",
-        "format": kind,
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "format": kind}},
-        "ignore": list(dict.fromkeys([*plain, UNEMBEDDING.removesuffix(".weight")])),
     }
 
 

@@ -153,7 +153,7 @@ class Tensor:
 
     @property
     def matrix(self) -> str | None:
-        """The path of a matrix that can be packed, as in `PackedWeights`; None: another tensor."""
+        """The path of a matrix that can be packed, as in `MatrixFormats`; None: another tensor."""
         if self.is_block_matrix:
             return "/".join(self.path[:-1])
         return self.path[0] if self.path in (("embedding",), ("unembedding",)) else None

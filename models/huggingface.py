@@ -27,7 +27,7 @@ import numpy as np
 import safetensors
 
 from models import eagle_checkpoints
-from models.build import ShardingFn, abstract_params, build
+from models.build import ShardingFn, abstract_params, blocks_in, build
 from models.decoder import DecoderConfig
 from models.eagle import EagleConfig
 from models.eagle_checkpoints import tensors_of
@@ -45,9 +45,9 @@ from models.hf_tensors import (
 )
 from models.quantized import (
     BLOCK,
-    PackedWeights,
+    NONE,
+    MatrixFormats,
     WeightFormat,
-    Weights,
     check_fits,
     parse_weights,
     quantize,
@@ -56,7 +56,7 @@ from models.quantized import (
 from models.quantized_checkpoints import (
     Matrix,
     QuantizationConfig,
-    common_format,
+    chosen_format,
     gather,
     holds,
     matrix_format,
@@ -65,7 +65,6 @@ from models.quantized_checkpoints import (
     part_dtypes,
     read_matrix,
     read_quantization_config,
-    with_smaller_groups,
 )
 from pallas_kernels.cpu import build as cpu_build
 from pallas_kernels.cpu.packed import FLOATS, ROUNDED, pack
@@ -147,17 +146,17 @@ def load_checkpoint(
       path: the directory.
       dtype: of parameters and activations; None: as stored.
       weights: a format, or its text, to which the blocks' matrices are quantized one by one. None:
-        as stored, quantized or not; "none": dequantize those of a quantized checkpoint. A quantized
-        checkpoint of the same bits keeps its zero points, and its groups may be divided; matrices
-        that the format does not hold exactly are dequantized and rounded again. "Q4_0", "Q8_0":
-        rounded to a type of GGUF files and `packed`.
+        each as it is stored; "none": dequantize all. A quantized matrix of the same bits keeps its
+        zero points, and its groups may be divided; others are dequantized and rounded again.
+        "Q4_0", "Q8_0": rounded to a type of GGUF files and `packed`.
       sharding_of: the sharding of a parameter, by its logical axes; each device and process reads
         only its part. None: the default device.
-      lazy_blocks: do not read the blocks. `Checkpoint.read_block` reads and quantizes one of them;
-        matrices that it does not quantize are memory-mapped, in the files' dtype.
+      lazy_blocks: do not read the blocks, which have the same formats, so that they can be stacked.
+        `Checkpoint.read_block` reads and quantizes one of them; matrices that it does not quantize
+        are memory-mapped, in the files' dtype.
       packed: whether matrices of a GGUF file stay in its types on a CPU with the native kernels,
         which round activations to 8 bits. With another format, a sharding or lazy blocks they do
-        not, and become integers with float32 scales if all matrices of blocks can.
+        not, and those of blocks become integers with float32 scales if their types can.
 
     Raises FileNotFoundError for missing files, and ValueError for pickled weights, an unsupported
     config or dtype, and missing, unexpected or wrongly shaped tensors, which it lists.
@@ -173,12 +172,12 @@ def load_checkpoint(
             "dtype=float64 needs 64-bit mode, or JAX would round to float32: call "
             'jax.config.update("jax_enable_x64", True), or pass dtype="float32"'
         )
-    form: Weights = None
+    form, formats = parse_weights(weights), MatrixFormats()
     if packed and sharding_of is None and not lazy_blocks:
-        form = _packed(path, config, dtype, parse_weights(weights))
-    if form is None:
-        form = _format(config, quantization, stored, parse_weights(weights))
-    module = build(config, dtype, form)
+        formats = _packed(path, config, dtype, form)
+    if not formats:
+        formats = _formats(config, quantization, stored, form, alike=lazy_blocks)
+    module = build(config, dtype, formats)
     read = _parameter_reader(module, quantization, path)
     params = _read_params(module, stored, read, sharding_of, lazy_blocks)
     read_block = functools.partial(_read_block, stored, read)
@@ -208,35 +207,37 @@ def is_quantized(path: str | os.PathLike) -> bool:
     return bool(_read_json(pathlib.Path(path) / "config.json").get(QUANTIZATION))
 
 
-def weight_format(
+def matrix_formats(
     path: str | os.PathLike,
     weights: str | WeightFormat | None = None,
     dtype: Any = None,
     *,
     packed: bool = True,
-) -> Weights:
-    """Returns the format of the blocks' matrices that `load_checkpoint` returns.
+    alike: bool = False,
+) -> MatrixFormats:
+    """Returns the formats of the matrices that `load_checkpoint` returns.
 
     Args:
       path, weights, dtype: as for `load_checkpoint`.
       packed: as for `load_checkpoint`, without `sharding_of` and `lazy_blocks`.
+      alike: whether all layers have the same formats, as with `lazy_blocks`.
 
     Raises as `load_checkpoint`. Reads only config.json if the checkpoint is not quantized.
     """
     path, form = pathlib.Path(path), parse_weights(weights)
-    if packed:
+    if packed and not alike:
         own = _packed(path, load_config(path), jnp.dtype(dtype or np.float32), form)
-        if own is not None:
+        if own:
             return own
     if not is_quantized(path):
-        return rounded_format(form)
-    return _format(*_open(path), form)
+        return blocks_in(load_config(path), rounded_format(form))
+    return _formats(*_open(path), form, alike)
 
 
 def _packed(
     path: pathlib.Path, config: DecoderConfig, dtype: Any, form: WeightFormat | str | None
-) -> PackedWeights | None:
-    """Returns the types of the matrices that are packed, None if none are.
+) -> MatrixFormats:
+    """Returns the types of the matrices that are packed.
 
     Args:
       path: the directory, of a GGUF file if `form` is None.
@@ -244,29 +245,29 @@ def _packed(
       form: one of `ROUNDED`, to which matrices of blocks are rounded; None: the types of the file.
     """
     if dtype not in PACKED_DTYPES or form not in (None, *ROUNDED) or not cpu_build.is_default():
-        return None
+        return MatrixFormats()
     if (path / GGUF_INDEX).is_file():
         from models.gguf import files as gguf_files  # imports the packages gguf and tokenizers
 
         return gguf_files.packed_types(path, config, form)
-    return None if form is None else _rounded_types(config, form)
+    return MatrixFormats() if form is None else _rounded_types(config, form)
 
 
-def _rounded_types(config: DecoderConfig, form: str) -> PackedWeights | None:
-    """Returns the type of the matrices of blocks, None for a model that has experts or is a head.
+def _rounded_types(config: DecoderConfig, form: str) -> MatrixFormats:
+    """Returns the type of the matrices of blocks, none for a model that has experts or is a head.
 
     Raises ValueError for a matrix that does not fit it.
     """
     if config.num_experts is not None or isinstance(config, EagleConfig):
-        return None
-    shapes, types = parameter_shapes(config, None), []
+        return MatrixFormats()
+    shapes, types = parameter_shapes(config), []
     for tensor in tensors_of(config):
         if tensor.is_block_matrix and tensor.matrix is not None:
             shape = shapes[tensor.path].value.shape
             inputs = math.prod(shape[-tensor.inputs :])
             check_fits(form, tensor.matrix, math.prod(shape) // inputs, inputs)
             types.append((tensor.matrix, form))
-    return PackedWeights(tuple(types))
+    return MatrixFormats(tuple(types))
 
 
 def load_config(path: str | os.PathLike) -> DecoderConfig:
@@ -428,7 +429,9 @@ def _scan(path: pathlib.Path, config: DecoderConfig) -> dict[str, Stored]:
 
 
 @functools.lru_cache(maxsize=8)  # tracing a model of 80 layers is slow
-def parameter_shapes(config: DecoderConfig, weights: Weights) -> dict[tuple[str, ...], Any]:
+def parameter_shapes(
+    config: DecoderConfig, weights: MatrixFormats | None = None
+) -> dict[tuple[str, ...], Any]:
     """Returns boxes with shape and logical axes of every parameter, by path."""
     boxed = abstract_params(build(config, weights=weights))["params"]
     return flax.traverse_util.flatten_dict(boxed)
@@ -448,43 +451,41 @@ def _open(path: pathlib.Path) -> tuple[DecoderConfig, QuantizationConfig | None,
     return config, quantization, _match(config, stored, quantization)
 
 
-def _format(
+def _formats(
     config: DecoderConfig,
     quantization: QuantizationConfig | None,
     stored: list[_Found],
     weights: WeightFormat | str | None,
-) -> WeightFormat | None:
-    """Returns the format of the blocks' matrices in a module; raises if it cannot be `weights`.
+    alike: bool,
+) -> MatrixFormats:
+    """Returns the formats of a module's matrices; raises if they cannot be `weights`.
 
-    A module with `weights` has quantized all matrices of blocks, also those that the checkpoint has
-    not quantized.
+    Args:
+      config, quantization, stored: of the checkpoint.
+      weights: as `parse_weights` returns it.
+      alike: whether all layers have the same formats, which hold those of the files exactly.
     """
-    shapes, found, plain = parameter_shapes(config, None), [], []
+    shapes, found = parameter_shapes(config), dict[str, list[tuple[WeightFormat | None, int]]]()
     for tensor, where in stored:
         if tensor.is_block_matrix:
-            if isinstance(where, Stored):
-                plain.append(where.name)
-            else:
-                shape = tensor.matrix_shape(shapes[tensor.path].value.shape)
+            shape, form = tensor.matrix_shape(shapes[tensor.path].value.shape), None
+            if not isinstance(where, Stored):
                 with _named(tensor):
-                    found.append((matrix_format(quantization, where, shape), shape[1]))
-    if weights == "none" or not found:
-        return rounded_format(weights)
-    form = common_format(found)
-    exact: WeightFormat | None = None
-    if weights is None:
-        exact = form
-    elif isinstance(weights, WeightFormat):
-        exact = with_smaller_groups(form, weights)
-    if exact is None:
-        return rounded_format(weights)
-    if plain and (weights is None or exact.zeros or exact.is_float):
-        rounded = "" if (form.bits, form.zeros) == (8, True) else ", or 'int8' to quantize all"
-        raise ValueError(
-            f"some matrices of blocks are quantized ({form}) and others are not, such as "
-            f"{plain[0]}: pass weights='none' to dequantize all{rounded}"
-        )
-    return exact
+                    form = matrix_format(quantization, where, shape)
+            found.setdefault(str(tensor.matrix), []).append((form, shape[1]))
+    if weights == NONE or not any(form for forms in found.values() for form, _ in forms):
+        return blocks_in(config, rounded_format(weights))
+    texts, in_blocks = list[tuple[str, str]](), dict[str, Any]()
+    for path, forms in found.items():
+        in_blocks.setdefault(path.partition("/")[2], []).extend(forms)
+    for path, forms in found.items():
+        name = path.partition("/")[2]
+        if alike:
+            form = chosen_format(name, in_blocks[name], weights)
+        else:
+            form = chosen_format(path, forms, weights)
+        texts += [] if form is None else [(path, str(form))]
+    return MatrixFormats(tuple(texts))
 
 
 def _match(
@@ -494,7 +495,7 @@ def _match(
 
     The place of a quantized matrix is that of its parts.
     """
-    needed, shapes = {t.name: t for t in tensors_of(config)}, parameter_shapes(config, None)
+    needed, shapes = {t.name: t for t in tensors_of(config)}, parameter_shapes(config)
     stored, matrices = gather(stored)
     if matrices and quantization is None:
         raise ValueError(
@@ -642,10 +643,9 @@ def _parameter_reader(
 ) -> _Read:
     """Returns a function that returns the parameters of a tensor on the host, by path.
 
-    A matrix of a block has several if the module is quantized, unless it is packed.
+    A quantized matrix has several, unless it is packed.
     """
-    shapes, of_thread = parameter_shapes(module.config, None), threading.local()
-    is_packed = isinstance(module.weights, PackedWeights)
+    shapes, of_thread = parameter_shapes(module.config), threading.local()
 
     @functools.cache
     def mapped(file: pathlib.Path) -> Mapping[str, np.ndarray]:
@@ -679,22 +679,21 @@ def _parameter_reader(
     def read(tensor: Tensor, where: _Place) -> dict[tuple[str, ...], np.ndarray]:
         whole, inputs = shapes[tensor.path].value.shape, tensor.inputs
         shape = tensor.part_shape(whole)
-        kind = module.weights.type_of(tensor.matrix) if is_packed and tensor.matrix else None
-        if kind is not None and (path / GGUF_INDEX).is_file():
-            return {tensor.path: packed_matrix(tensor, kind)}
-        form = module.weights if tensor.is_block_matrix and not is_packed else None
+        form = module.weights.of(tensor.matrix) if tensor.matrix else None
+        if isinstance(form, str) and (path / GGUF_INDEX).is_file():
+            return {tensor.path: packed_matrix(tensor, form)}
         found = None
         if isinstance(where, Stored):
             values = tensor.to_parameter(mapped(where.file)[where.name], whole)
         else:
             matrix = unpacked(tensor, where)
-            if form is not None and holds(form, matrix):
+            if isinstance(form, WeightFormat) and holds(form, matrix):
                 found = parameters(matrix, form, shape, inputs)
             else:
                 values = matrix.dequantized().reshape(shape)
-        if kind is not None:
+        if isinstance(form, str):
             rows = values.reshape(-1, math.prod(shape[len(shape) - inputs :]))
-            found = {tensor.path[-1]: pack(rows.astype(np.float32), "F32", to=kind)}
+            found = {tensor.path[-1]: pack(rows.astype(np.float32), "F32", to=form)}
         elif found is None:
             found = quantize(values, form, inputs) if form else {tensor.path[-1]: values}
         return {(*tensor.path[:-1], name): values for name, values in found.items()}

@@ -6,7 +6,7 @@ axes determines their sharding.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -41,7 +41,7 @@ def products(
 
     Args:
       x: [B..., I...]; a result is [B..., O...].
-      matrices: weights [O..., I...]; those that are not packed are in one format.
+      matrices: weights [O..., I...], each in its format.
       inputs: the number of axes I.
       backend: None or "cpu": a native kernel on a CPU that has it, which reads x once for all
         matrices; others: XLA.
@@ -50,9 +50,31 @@ def products(
         matrices have no experts.
     """
     dtype = x.dtype if dtype is None else dtype
-    plain = [matrix for matrix in matrices if isinstance(matrix, Matrix)]
-    if len(plain) < len(matrices):
-        return _with_packed(x, matrices, inputs, backend, dtype)
+    kinds = [_kind(matrix) for matrix in matrices]
+    found = dict[Any, Iterator[Array]]()
+    for kind in dict.fromkeys(kinds):  # a call for each
+        some: list[Any] = [matrix for matrix, own in zip(matrices, kinds) if own == kind]
+        if kind is None:
+            found[kind] = iter(_packed_products(x, some, inputs, backend, dtype))
+        else:
+            found[kind] = iter(_products(x, some, inputs, backend, dtype, expert))
+    return [next(found[kind]) for kind in kinds]
+
+
+def _kind(matrix: Matrix | Packed) -> Any:
+    """Returns what matrices of one call have in common: the dtype of values; None: packed."""
+    return None if isinstance(matrix, Packed) else (matrix.weight.dtype, matrix.scale is None)
+
+
+def _products(
+    x: Array,
+    matrices: Sequence[Matrix],
+    inputs: int,
+    backend: str | None,
+    dtype: Any,
+    expert: Array | None,
+) -> list[Array]:
+    """Returns `products` of matrices that are not packed, with values of one dtype."""
 
     def by_xla(x, matrices, expert=None):
         def product(matrix, x):
@@ -67,16 +89,16 @@ def products(
         return linear.products(x, matrices, inputs, dtype, expert)
 
     elements = math.prod(x.shape[x.ndim - inputs :])
-    if backend not in (None, "cpu") or not linear.is_supported(x, plain, elements):
-        return by_xla(x, plain, expert)
-    arguments = (x, plain) if expert is None else (x, plain, expert)
+    if backend not in (None, "cpu") or not linear.is_supported(x, matrices, elements):
+        return by_xla(x, matrices, expert)
+    arguments = (x, matrices) if expert is None else (x, matrices, expert)
     return jax.lax.platform_dependent(*arguments, cpu=by_kernel, default=by_xla)
 
 
-def _with_packed(
-    x: Array, matrices: Sequence[Matrix | Packed], inputs: int, backend: str | None, dtype: Any
+def _packed_products(
+    x: Array, matrices: Sequence[Packed], inputs: int, backend: str | None, dtype: Any
 ) -> list[Array]:
-    """Returns `products` if some matrices are packed, in two calls if others are not."""
+    """Returns `products` of packed matrices."""
 
     def by_xla(x, found):
         shape = x.shape[x.ndim - inputs :]
@@ -86,14 +108,9 @@ def _with_packed(
     def by_kernel(x, found):
         return packed.products(x, found, inputs, dtype)
 
-    found = [matrix for matrix in matrices if isinstance(matrix, Packed)]
-    plain = [matrix for matrix in matrices if isinstance(matrix, Matrix)]
-    others = iter(products(x, plain, inputs, backend, dtype) if plain else [])
-    if backend in (None, "cpu") and build.is_default():
-        outs = iter(jax.lax.platform_dependent(x, found, cpu=by_kernel, default=by_xla))
-    else:
-        outs = iter(by_xla(x, found))
-    return [next(outs if isinstance(matrix, Packed) else others) for matrix in matrices]
+    if backend not in (None, "cpu") or not build.is_default():
+        return by_xla(x, matrices)
+    return jax.lax.platform_dependent(x, matrices, cpu=by_kernel, default=by_xla)
 
 
 def packed_rows(matrix: Packed, numbers: Int[Array, "*B"], backend: str | None) -> Array:

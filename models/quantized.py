@@ -30,7 +30,7 @@ ON_CPU = f"{FORMATS}; on a CPU also {' or '.join(map(repr, ROUNDED))}"
 
 @dataclasses.dataclass(frozen=True)
 class WeightFormat:
-    """How the matrices of a model's blocks are stored.
+    """How a quantized matrix is stored.
 
     Attributes:
       bits: of a value, 4 or 8.
@@ -95,9 +95,14 @@ class WeightFormat:
         """Returns the number of groups of a matrix with `inputs` inputs."""
         return 1 if self.group is None else inputs // self.group
 
+    @property
+    def is_rounding(self) -> bool:
+        """Whether `quantize` can round to the format: only checkpoints have float8 and zeros."""
+        return not self.zeros and not self.is_float
+
     def check_rounding(self) -> None:
         """Raises ValueError unless `quantize` can round to the format."""
-        if self.zeros or self.is_float:
+        if not self.is_rounding:
             raise ValueError(
                 f"weights={str(self)!r}: only checkpoints have float8 values and zero points, and "
                 f"other matrices cannot be quantized so: use {FORMATS}"
@@ -126,59 +131,70 @@ class WeightFormat:
 
 
 @dataclasses.dataclass(frozen=True)
-class PackedWeights:
-    """The types of matrices that are packed for the CPU kernels, those of GGUF files.
+class MatrixFormats:
+    """The formats of a model's quantized matrices; other matrices are floating-point.
 
     Attributes:
-      types: (path below "params", name in `pallas_kernels.cpu.packed.FORMATS`) of each matrix, such
-        as ("layers_0/attention/q", "Q4_K"); matrices without a type are floating-point.
+      texts: (path below "params", format) of each matrix: the text of a `WeightFormat`, such as
+        ("layers_0/attention/q", "int4:32"), or the name in `pallas_kernels.cpu.packed.FORMATS` of a
+        matrix that is packed for the CPU kernels, such as ("embedding", "Q6_K").
     """
 
-    types: tuple[tuple[str, str], ...]
+    texts: tuple[tuple[str, str], ...] = ()  # whose hashes Python keeps, unlike those of formats
 
-    def type_of(self, name: str) -> str | None:
-        """Returns the type of a matrix, None if it is not packed."""
-        return dict(self.types).get(name)
+    def of(self, name: str) -> WeightFormat | str | None:
+        """Returns the format of a matrix, a text if it is packed; None: floating-point."""
+        text = dict(self.texts).get(name)
+        return text if text is None or text in PACKED else WeightFormat.parse(text)
 
-    def within(self, name: str) -> "PackedWeights":
-        """Returns the types of the matrices of a submodule."""
+    def within(self, name: str) -> "MatrixFormats":
+        """Returns the formats of the matrices of a submodule."""
         prefix = f"{name}/"
-        return PackedWeights(
-            tuple((x.removeprefix(prefix), t) for x, t in self.types if x.startswith(prefix))
+        return MatrixFormats(
+            tuple((x.removeprefix(prefix), t) for x, t in self.texts if x.startswith(prefix))
         )
 
-    def of_layers(self, layers: Sequence[int]) -> "PackedWeights":
-        """Returns the types of a model that has some layers of another."""
-        others = tuple((x, t) for x, t in self.types if not x.startswith(BLOCK))
+    def of_layers(self, layers: Sequence[int]) -> "MatrixFormats":
+        """Returns the formats of a model that has some layers of another."""
+        others = tuple((x, t) for x, t in self.texts if not x.startswith(BLOCK))
         chosen = (
             (f"{BLOCK}{i}/{x}", t)
             for i, layer in enumerate(layers)
-            for x, t in self.within(f"{BLOCK}{layer}").types
+            for x, t in self.within(f"{BLOCK}{layer}").texts
         )
-        return PackedWeights((*others, *chosen))
+        return MatrixFormats((*others, *chosen))
+
+    @property
+    def in_blocks(self) -> frozenset[str]:
+        """The formats of the blocks' matrices."""
+        return frozenset(text for name, text in self.texts if name.startswith(BLOCK))
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether some matrices are packed."""
+        return any(text in PACKED for _, text in self.texts)
+
+    def are_alike(self, layers: int) -> bool:
+        """Returns whether all layers have the same formats, so that they can be stacked."""
+        return len({self.within(f"{BLOCK}{layer}") for layer in range(layers)}) == 1
 
     def check(self, inputs: Mapping[str, int], shards: int = 1) -> None:
-        """Raises ValueError, because a mesh cannot divide packed matrices."""
-        raise ValueError(
-            f"matrices in {self} are packed for the CPU kernels of one device: load the model with "
-            "the mesh, or with activations='float'"
-        )
+        """Raises ValueError unless groups divide the inputs of every matrix.
+
+        Args:
+          inputs: the inputs of each matrix of a block, by name, on one of `shards` devices.
+          shards: for the message.
+        """
+        for text in sorted({text for _, text in self.texts if text not in PACKED}):
+            names = {name.partition("/")[2] for name, own in self.texts if own == text}
+            sizes = {name: size for name, size in inputs.items() if name in names}
+            WeightFormat.parse(text).check(sizes, shards)
+
+    def __bool__(self) -> bool:
+        return bool(self.texts)
 
     def __str__(self) -> str:
-        return "+".join(sorted({kind for _, kind in self.types}))
-
-
-Weights = WeightFormat | PackedWeights | None  # the formats of a module's matrices
-
-
-def within(weights: Weights, name: str) -> Weights:
-    """Returns the formats of the matrices of a submodule."""
-    return weights.within(name) if isinstance(weights, PackedWeights) else weights
-
-
-def format_of(weights: Weights, name: str) -> WeightFormat | str | None:
-    """Returns the format of a matrix of a block, a text if it is packed."""
-    return weights.type_of(name) if isinstance(weights, PackedWeights) else weights
+        return "+".join(sorted({text for _, text in self.texts})) or NONE
 
 
 def parse_weights(
@@ -312,22 +328,25 @@ def product(x: Array, weight: Array, scale: Array, zero: Array | None, precision
 
 
 def quantize_params(
-    params: Any, shapes: Any, form: WeightFormat, quantize: Callable[..., Any] = quantize
+    params: Any, shapes: Any, formats: MatrixFormats, quantize: Callable[..., Any] = quantize
 ) -> Any:
     """Returns parameters with quantized matrices; those quantized already are kept.
 
     Args:
       params: nested dictionaries, such as those of a block.
-      shapes: of the result, as the module of the format declares them.
-      form: of the matrices.
+      shapes: of the result, as the module declares them.
+      formats: of the matrices, by their path in `params`; packed ones are kept.
       quantize: of a matrix; by default on the host.
     """
-    if not isinstance(params, dict):
-        return params
-    if "weight" in params and "scale" in shapes and "scale" not in params:
-        inputs = params["weight"].ndim - (len(shapes["scale"].shape) - 1)
-        return params | quantize(params["weight"], form, inputs)
-    return {name: quantize_params(x, shapes[name], form, quantize) for name, x in params.items()}
+    found = dict(params)
+    for name, x in params.items():
+        form = formats.of(name)
+        if isinstance(form, WeightFormat) and "scale" not in x:
+            inputs = x["weight"].ndim - (len(shapes[name]["scale"].shape) - 1)
+            found[name] = x | quantize(x["weight"], form, inputs)
+        elif isinstance(x, dict) and form is None:
+            found[name] = quantize_params(x, shapes[name], formats.within(name), quantize)
+    return found
 
 
 def dequantize_params(params: Any, dtype: Any) -> Any:

@@ -9,12 +9,12 @@ stores in floating point, so lists of ignored modules are not read.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from models.quantized import WeightFormat
+from models.quantized import WeightFormat, rounded_format
 
 METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "mxfp4")
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
@@ -256,19 +256,48 @@ def _check_group(size: int, groups: int, inputs: int) -> None:
         )
 
 
-def common_format(found: Iterable[tuple[WeightFormat, int]]) -> WeightFormat:
-    """Returns the format that holds matrices of several formats exactly.
+def chosen_format(
+    name: str,
+    found: Sequence[tuple[WeightFormat | None, int]],
+    weights: WeightFormat | str | None,
+) -> WeightFormat | None:
+    """Returns the format of a matrix in a module, None if it is floating-point.
 
     Args:
-      found: format and inputs of each matrix.
+      name: of the matrix.
+      found: the format, None if it is floating-point, and the inputs of the matrix in the files, or
+        of several that have one format in the module: those of experts, or of layers.
+      weights: as `parse_weights` returns it, not `NONE`.
+
+    Raises ValueError for matrices that no format holds, and if the matrix cannot be `weights`.
+    """
+    forms = [(form, inputs) for form, inputs in found if form is not None]
+    if not forms:
+        return weights if isinstance(weights, WeightFormat) and weights.is_rounding else None
+    own = _common_format(name, forms)
+    exact = own if weights is None else None
+    if isinstance(weights, WeightFormat):
+        exact = with_smaller_groups(own, weights)
+    if exact is None:
+        return rounded_format(weights)
+    if len(forms) < len(found) and not exact.is_rounding:
+        raise ValueError(
+            f"{name} is quantized ({own}) in some layers or experts only, which have one format "
+            "here: pass weights='none' or 'int8'"
+        )
+    return exact
+
+
+def _common_format(name: str, found: Iterable[tuple[WeightFormat, int]]) -> WeightFormat:
+    """Returns the format that holds matrices of several formats and inputs exactly.
 
     Raises ValueError for a mixture of integers and float8.
     """
     forms = {form for form, _ in found}
     if len(kinds := {form.is_float for form in forms}) > 1:
         raise ValueError(
-            "the checkpoint has matrices of integers and of float8: pass weights='none' to "
-            "dequantize all"
+            f"{name} has integers in some layers and float8 in others, which have one format here: "
+            "pass weights='none' or 'int8'"
         )
     group = None
     if any(form.group is not None for form in forms):

@@ -30,7 +30,7 @@ from magicjax.decoding.preparation import prepare
 from magicjax.decoding.request import Request, RequestOptions
 from magicjax.decoding.stats import acceptance
 from magicjax.files import locked, write_atomically
-from magicjax.loading import config_of, weight_format
+from magicjax.loading import config_of, matrix_formats
 from magicjax.parallel import offloading
 from magicjax.prediction import cost_model
 from magicjax.prediction.autotune import search
@@ -88,7 +88,7 @@ class Bench:
         devices = cell.devices
         if devices and (devices.shape["stage"] > 1 or jax.process_count() > 1):
             form = cell.storage["weights"] if directory == cell.target else None
-            stored = weight_format(directory, form, cell.dtype, packed=True)
+            stored = matrix_formats(directory, form, cell.dtype, packed=True)
             sizes = cost_model.sizes_of(config_of(directory), cell.dtype, weights=stored)
             needed = sizes.weight_bytes + sizes.itemsize * sizes.tables
             size = offloading.device_memory() or offloading.free_host_memory() or math.inf

@@ -31,7 +31,8 @@ REPEATS = 15
 
 def measure(config: models.DecoderConfig, weights: models.WeightFormat | None) -> list[dict]:
     """Returns for each number of tokens the experts that are used, bytes and milliseconds."""
-    module = MixtureOfExperts(config, jnp.bfloat16, weights=weights)
+    formats = models.blocks_in(config, weights).within("layers_0/mlp")
+    module = MixtureOfExperts(config, jnp.bfloat16, weights=formats)
     x = jnp.zeros((1, 1, config.hidden_size), jnp.bfloat16)
     params = jax.jit(lambda key: nn.meta.unbox(module.init(key, x)))(jax.random.key(0))
     of_experts = [params["params"][name] for name in ("gate", "up", "down")]

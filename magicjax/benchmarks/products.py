@@ -19,7 +19,6 @@ from magicjax.benchmarks.tables import record_table
 from magicjax.loading import load
 from magicjax.model import DTYPES, Model
 from models.linear import products
-from models.quantized import PackedWeights
 from pallas_kernels import choose_backend
 from pallas_kernels.benchmarks.bandwidth import read_bandwidth
 from pallas_kernels.benchmarks.bench import write_json
@@ -42,9 +41,9 @@ def groups_of(model: Model) -> list[list[Matrix | Packed]]:
     weights = model.module.weights
 
     def matrix_of(path: str, found: Any, axes: int) -> Matrix | Packed:
-        if not isinstance(weights, PackedWeights) or not (kind := weights.type_of(path)):
+        if not isinstance(form := weights.of(path), str):
             return flat_matrix(found, axes)
-        return Packed(found["weight"], kind, (OUTPUTS * len(found["weight"]),))
+        return Packed(found["weight"], form, (OUTPUTS * len(found["weight"]),))
 
     params, groups = model.params["params"], []
     for layer in range(model.config.num_layers):

@@ -23,7 +23,7 @@ import jax
 from magicjax.cli import options
 from magicjax.decoding.preparation import prefill_chunk
 from magicjax.drafters.sparse import BUDGET
-from magicjax.loading import weight_format
+from magicjax.loading import matrix_formats
 from magicjax.options import token_count
 from magicjax.parallel import offloading
 from magicjax.prediction import cost_model
@@ -133,7 +133,7 @@ def summary(load: Any, counted: Any, compiled: dict | None, memory: int) -> dict
             name: max(0, program["temporary bytes"] - counted.streamed)
             for name, program in compiled.items()
         }
-    weights = weight_format(load.target, load.weights)
+    weights = matrix_formats(load.target, load.weights, alike=load.offload)
     total = counted.resident + max(temporary.values())
     usable = int(USABLE * memory)
     max_context = load.context + math.floor((usable - total) / counted.per_context_token)

@@ -200,7 +200,7 @@ def as_json(
         "dtype": arguments.dtype,
         "device": machine.device.name,
         "mesh": {"data": machine.data, "model": machine.model},
-        "weights": model.weights and str(model.weights),
+        "weights": str(model.weights) if model.weights else None,
         "offload": arguments.offload,
         "batch": arguments.batch,
         "context": arguments.context,

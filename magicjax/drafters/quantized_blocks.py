@@ -24,7 +24,7 @@ _copies = weakref.WeakKeyDictionary[Model, tuple[WeightFormat, Layers, Model]]()
 def check(target: Model, weights: str) -> None:
     """Raises ValueError unless the blocks of `target` can be copied in the format `weights`."""
     problem = None
-    if target.weights is not None:
+    if target.weights:
         problem = f"the target has weights={str(target.weights)!r} already"
     elif target.offload:
         problem = "the target is offloaded"
@@ -55,7 +55,7 @@ def of(target: Model, weights: str, layers: Layers = None) -> Model:
         return _copies[target][2]
     _copies.pop(target, None)  # frees its memory before the other copy needs it
     part = layer_skipping.of_model(target, layers)
-    module = part.module.clone(weights=form)
+    module = part.module.clone(weights=models.blocks_in(part.config, form))
     params = None if part.params is None else _quantized(part, module)
     name = f"{target.name} {form}".strip()
     copy = Model(module, params, name=name, layout=BlocksOnly())
@@ -72,10 +72,11 @@ def join(blocks: Model, target: Model) -> Model:
 
 def _quantized(target: Model, module: nn.Module) -> Any:
     shapes = nn.meta.unbox(BlocksOnly().abstract_params(module))
-    blocks = models.blocks_of(target.params)
+    blocks = models.blocks_of(target.params)["params"]
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(blocks)):
         return shapes
-    return quantized.quantize_params(blocks, shapes, module.weights, _quantize)
+    found = quantized.quantize_params(blocks, shapes["params"], module.weights, _quantize)
+    return {"params": found}
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

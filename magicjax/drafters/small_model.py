@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 from flax import struct
@@ -40,7 +40,7 @@ from magicjax.policies import Policy, StreamingLLM
 from magicjax.settings import Settings, StatsSpec
 from magicjax.trees.proposal import DrawMethod, Proposal
 from magicjax.trees.token_tree import Tree
-from models import BLOCK, EagleConfig, WeightFormat, parse_weights
+from models import EagleConfig, parse_weights
 from sharding import BATCH, KV_HEADS, Split, logical_axes
 
 SinkPositions = Literal["text", "in_cache"]
@@ -181,15 +181,12 @@ class SmallModel(Drafter):
     def _check_loaded(self) -> None:
         """Raises ValueError unless the model was loaded with the drafter's options."""
         form, own = parse_weights(self.weights), self.model.weights
-        formats: list[Any] = [None, own, "none" if own is None else own]
-        if isinstance(own, WeightFormat):
-            formats.append(dataclasses.replace(own, zeros=False))
-        elif own is not None:
-            kinds = {kind for name, kind in own.types if name.startswith(BLOCK)}
-            formats += kinds if len(kinds) == 1 else ()
+        formats = ["None", str(own)]
+        if len(own.in_blocks) == 1:
+            formats += [own_text := next(iter(own.in_blocks)), own_text.removesuffix("+zeros")]
         size = getattr(self.model.config, "draft_vocab_size", None)
         for name, matches, found in (
-            ("weights", form in formats, own),
+            ("weights", str(form) in formats, own),
             ("draft_vocab", self.draft_vocab in (None, size), size),
         ):
             if not matches:

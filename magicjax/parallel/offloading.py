@@ -126,12 +126,12 @@ def check_offload(offload: Any) -> None:
         )
 
 
-def describe(offload: bool, weights: models.WeightFormat | str | None) -> str:
+def describe(offload: bool, weights: models.MatrixFormats) -> str:
     """Returns the suffix of a table's title; empty without offloading and quantization.
 
-    `weights` is the format of the model's matrices; None: not quantized.
+    `weights` are the formats of the model's quantized matrices.
     """
-    return f", {weights} weights" * (weights is not None) + ", offloaded" * offload
+    return f", {weights} weights" * bool(weights) + ", offloaded" * offload
 
 
 def log_sizes(module: nn.Module) -> None:

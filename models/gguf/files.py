@@ -4,10 +4,10 @@
 config and tokenizer in Hugging Face format, and an index of its tensors. `weights_of` maps the
 tensors of such a directory to those of Hugging Face format; they are memory-mapped.
 
-On a CPU with the native kernels, matrices stay in the file's types (`packed_types`). Elsewhere, if
-all matrices of the model's blocks have types of `blocks.KINDS`, they become integers with float32
-scales, and gpt-oss's experts stay in MXFP4; all others become float32. As in `hf_config`, every
-setting of the architecture is read, known to have no effect, or an error.
+On a CPU with the native kernels, matrices stay in the file's types (`packed_types`). Elsewhere,
+those of the model's blocks in types of `blocks.KINDS` become integers with float32 scales, and
+gpt-oss's experts stay in MXFP4; all others become float32. As in `hf_config`, every setting of the
+architecture is read, known to have no effect, or an error.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from models.gguf.tokenizer import read_tokenizer, unsupported
 from models.hf_config import read_config, write_config
 from models.hf_tensors import GGUF_INDEX, Fused, Tensor, tensors_of
 from models.positions import Rope, frequencies
-from models.quantized import BLOCK, PackedWeights, check_fits
+from models.quantized import MatrixFormats, check_fits
 from pallas_kernels.cpu.packed import OUTPUTS
 
 # The family of each architecture.
@@ -378,7 +378,7 @@ def _weights(
             f"the tensors do not match the metadata ({len(problems)} problems):\n  "
             + "\n  ".join(problems)
         )
-    return weights | _quantized(config, weights)
+    return {name: _quantized(weight) for name, weight in weights.items()}
 
 
 def _names(tensor: Tensor, names: gguf.TensorNameMap) -> list[str]:
@@ -414,28 +414,12 @@ def _weight(
     )
 
 
-def _quantized(
-    config: DecoderConfig, weights: Mapping[str, Weight | Experts]
-) -> dict[str, Weight | Experts]:
-    """Returns the matrices that stay quantized, if all can: a module has one format."""
-    matrices = [tensor.name for tensor in tensors_of(config) if tensor.is_block_matrix]
-    experts = {
-        name: weight
-        for name in matrices
-        if isinstance(weight := weights[name], Experts) and len(weight.shape) == 3
-    }
-    if experts:
-        types = {source.tensor_type for weight in experts.values() for source in weight.sources}
-        if types != {Type.MXFP4}:
-            return {}
-        return {name: weight._replace(is_mxfp4=True) for name, weight in experts.items()}
-    plain = {name: w for name, w in weights.items() if isinstance(w, Weight)}
-    if not all(plain[name].stored.tensor_type in KINDS for name in matrices):
-        return {}
-    return {
-        name: weight._replace(kind=KINDS.get(weight.stored.tensor_type))
-        for name, weight in plain.items()
-    }
+def _quantized(weight: Weight | Experts) -> Weight | Experts:
+    """Returns a tensor that stays quantized if its type can."""
+    if isinstance(weight, Weight):
+        return weight._replace(kind=KINDS.get(weight.stored.tensor_type))
+    types = {source.tensor_type for source in weight.sources}
+    return weight._replace(is_mxfp4=types == {Type.MXFP4})
 
 
 def _arch(family: str) -> gguf.MODEL_ARCH:
@@ -469,10 +453,7 @@ def write_directory(model: GgufModel, path: str | os.PathLike) -> None:
     """
     path = pathlib.Path(path)
     config = {**write_config(model.config), **model.special, "torch_dtype": "float32"}
-    if any(isinstance(w, Experts) and w.is_mxfp4 for w in model.weights.values()):
-        config["quantization_config"] = {"quant_method": "mxfp4"}
-    elif any(isinstance(w, Weight) and w.kind is not None for w in model.weights.values()):
-        config["quantization_config"] = {"quant_method": "gguf"}
+    config["quantization_config"] = {"quant_method": "gguf"}
     tensors = model.tensors.values()
     file = pathlib.Path(next(iter(tensors)).file).absolute()
     where = file.name if file.parent == path.absolute() else str(file)
@@ -517,10 +498,8 @@ def _indexed_weights(file: str, index: str, config: DecoderConfig) -> dict[str, 
     return _weights(config, tensors)
 
 
-def packed_types(
-    path: pathlib.Path, config: DecoderConfig, to: str | None = None
-) -> PackedWeights | None:
-    """Returns the types of the matrices that are packed; None if there are none in blocks.
+def packed_types(path: pathlib.Path, config: DecoderConfig, to: str | None = None) -> MatrixFormats:
+    """Returns the types of the matrices that are packed; none of a model with experts are.
 
     Args:
       path: of a directory of `write_directory`.
@@ -530,7 +509,7 @@ def packed_types(
     Raises ValueError for a matrix of a block that does not fit `to`.
     """
     if config.num_experts is not None:
-        return None
+        return MatrixFormats()
     weights, types = weights_of(path, config), []
     for tensor in tensors_of(config):
         weight = weights[tensor.name]
@@ -544,5 +523,4 @@ def packed_types(
             kind = to
         if kind is not None and len(rows) % OUTPUTS == 0:
             types.append((tensor.matrix, kind))
-    in_blocks = any(name.startswith(BLOCK) for name, _ in types)
-    return PackedWeights(tuple(types)) if in_blocks else None
+    return MatrixFormats(tuple(types))

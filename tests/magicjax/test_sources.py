@@ -252,15 +252,16 @@ def test_a_preset_has_no_directory():
 @pytest.mark.skipif(not build.is_available(), reason="needs the CPU kernels")
 def test_matrices_stay_in_the_types_of_the_file_unless_activations_are_floating_point(gguf):
     packed = magicjax.load(gguf)
-    types = dict(packed.weights.types)
+    types = dict(packed.weights.texts)
     assert {*types.values()} == {"Q4_1", "Q8_0"} and len(types) < 9  # others are floating-point
     unloaded = {a: skeleton(str(gguf), packed=a).weights for a in (True, False)}
-    assert unloaded[True] == packed.weights and unloaded[False] is None
-    for options in ({"activations": "float"}, {"weights": "none"}, {"offload": True}):
-        assert magicjax.load(gguf, **options).weights is None
+    assert unloaded[True] == packed.weights
+    in_integers = magicjax.load(gguf, activations="float").weights
+    assert unloaded[False] == in_integers and str(in_integers) == "int4:32+zeros+int8:32"
+    assert not magicjax.load(gguf, weights="none").weights
     with pytest.raises(ValueError, match="activations='bf16' is unknown: use 'int8' or 'float'"):
         magicjax.load(gguf, activations="bf16")
-    with pytest.raises(ValueError, match="are packed for the CPU kernels: load it with off"):
+    with pytest.raises(ValueError, match="are packed for the CPU kernels, or differ between"):
         magicjax.offload(packed)
     sampling = magicjax.SamplingParams(max_tokens=8)
     with pytest.raises(ValueError, match="packed for the CPU kernels of one device: load the"):

@@ -171,7 +171,7 @@ def packed(whole: magicjax.Model, kinds=("Q4_0", "Q5_1", "Q8_0", "Q4_1")) -> mag
         if FORMATS[kind].fits(*matrix.shape):
             types.append(("/".join(path).removesuffix("/weight"), kind))
             flat[path] = pack(gguf.quantize(matrix, gguf.GGMLQuantizationType[kind]), kind)
-    module = models.build(whole.config, whole.dtype, models.PackedWeights(tuple(types)))
+    module = models.build(whole.config, whole.dtype, models.MatrixFormats(tuple(types)))
     params = {"params": flax.traverse_util.unflatten_dict(jax.device_put(flat))}
     return dataclasses.replace(whole, module=module, params=params)
 
@@ -179,7 +179,9 @@ def packed(whole: magicjax.Model, kinds=("Q4_0", "Q5_1", "Q8_0", "Q4_1")) -> mag
 def dequantized(model: magicjax.Model) -> magicjax.Model:
     """Returns the model whose matrices are those that a quantized model stands for."""
     params = models.dequantize_params(model.params, model.dtype)
-    return dataclasses.replace(model, module=model.module.clone(weights=None), params=params)
+    return dataclasses.replace(
+        model, module=model.module.clone(weights=models.MatrixFormats()), params=params
+    )
 
 
 @functools.cache

@@ -5,6 +5,7 @@ that a checkpoint stores for it and the matrix, (q - zero point) * scale in floa
 `models.quantized_checkpoints` unpack whole arrays instead.
 """
 
+import itertools
 import json
 import pathlib
 
@@ -172,16 +173,17 @@ def write_pair(path: pathlib.Path, layout, ignored=("lm_head",)):
 
     Args:
       path: an existing folder.
-      layout: a name of `LAYOUTS`.
+      layout: a name of `LAYOUTS`, or several, which matrices have in turn.
       ignored: parts of names of matrices that are not quantized.
     """
-    settings, quantize = LAYOUTS[layout]
+    layouts = [LAYOUTS[name] for name in ([layout] if isinstance(layout, str) else layout)]
+    settings, in_turn = layouts[0][0], itertools.cycle(quantize for _, quantize in layouts)
     draw = np.random.default_rng(0)
     stored, plain, shapes = {}, {}, gguf_cases.shapes_of(CONFIG)
     for tensor in tensors_of(CONFIG):
         shape = shapes[tensor.name]
         if is_quantized(tensor, ignored):
-            parts, plain[tensor.name] = quantize(draw, shape[1], shape[0])
+            parts, plain[tensor.name] = next(in_turn)(draw, shape[1], shape[0])
             module = tensor.name.removesuffix(".weight")
             stored |= {f"{module}.{suffix}": value for suffix, value in parts.items()}
         else:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import models
 from models import experts
+from models.build import blocks_in
 from models.decoder import MixtureOfExperts
 from models.quantized import WeightFormat
 from pallas_kernels.cpu import build
@@ -43,7 +44,8 @@ FORMATS = (None, "int8", "int8:32", "int4:32")
 def module_of(weights: str | None = None, backend: str | None = None, **changes):
     form = None if weights is None else WeightFormat.parse(weights)
     config = dataclasses.replace(CONFIG, **changes)
-    return MixtureOfExperts(config, jnp.float32, weights=form, backend=backend)
+    formats = blocks_in(config, form).within("layers_0/mlp")
+    return MixtureOfExperts(config, jnp.float32, weights=formats, backend=backend)
 
 
 def params_of(module: MixtureOfExperts):

@@ -67,7 +67,7 @@ def dense_params(checkpoint):
     """Yields the path and the values of each parameter; packed matrices are dequantized."""
     for path, x in flax.traverse_util.flatten_dict(checkpoint.params["params"]).items():
         name = "/".join(path).removesuffix("/weight")
-        if kind := checkpoint.module.weights.type_of(name):
+        if kind := checkpoint.module.weights.of(name):
             x = dequantize(Packed(np.asarray(x), kind, (16 * len(x),)), np)
         yield path, np.asarray(x)
 

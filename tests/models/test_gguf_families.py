@@ -283,7 +283,7 @@ def test_quantized_rows_of_a_family_are_those_of_its_parameters(case, tmp_path, 
     path = write(tmp_path / "model.gguf", case, plain, matrices="Q8_0", **sizes)
     write_directory(read_gguf(path), tmp_path)
     found, dense = (models.load_checkpoint(tmp_path, weights=w) for w in (None, "none"))
-    kinds = dict(found.module.weights.types)
+    kinds = dict(found.module.weights.texts)
     assert {f"layers_0/attention/{name}" for name in ("q", "k", "v", "out")} <= kinds.keys()
     right = flax.traverse_util.flatten_dict(dense.params["params"])
     for where, x in dense_params(found):
@@ -306,7 +306,7 @@ def test_matrices_of_blocks_are_rounded_from_any_source(kind, tmp_path, random_p
     for folder in (tmp_path, plain):
         found = models.load_checkpoint(folder, weights="Q4_0")
         dense = models.load_checkpoint(folder, weights="none").params["params"]
-        types = dict(found.module.weights.types)
+        types = dict(found.module.weights.texts)
         assert types.get("embedding") == ("Q8_0" if (kind, folder) == ("Q8_0", tmp_path) else None)
         blocks = {where: t for where, t in types.items() if where.startswith("layers_")}
         assert set(blocks.values()) == {"Q4_0"} and len(blocks) == 7 * config.num_layers

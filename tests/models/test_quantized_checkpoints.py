@@ -49,15 +49,21 @@ def test_sizes_need_not_fill_a_word(name):
     np.testing.assert_array_equal(matrix.dequantized(), expected)
 
 
+# The first bytes of the 16-bit numbers of blocks that `gguf` cannot quantize.
+HALVES = {
+    "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,)
+}  # fmt: skip
+
+
 def gguf_bytes(kind, draw, rows, columns):
     """Random blocks of a GGUF type, which `gguf` can dequantize but not always quantize."""
     elements, size = gguf.GGML_QUANT_SIZES[kind]
-    if not kind.name.endswith("K"):
+    if kind.name not in HALVES:
         weights = draw.normal(0, 1, (rows, columns)).astype(np.float32)
         weights[0, :32], weights[-1, -32:] = 0, 0.5  # constant groups
         return gguf.quantize(weights, kind)
     blocks = draw.integers(0, 256, (rows, columns // elements, size)).astype(np.uint8)
-    for first in {"Q4_K": (0, 2), "Q6_K": (208,)}[kind.name]:  # numbers of 16 bits
+    for first in HALVES[kind.name]:
         numbers = draw.normal(0, 1, (*blocks.shape[:2], 1)).astype(np.float16)
         blocks[..., first : first + 2] = numbers.view(np.uint8)
     return blocks.reshape(rows, -1)
@@ -78,9 +84,9 @@ def test_blocks_of_a_gguf_file_are_its_weights(kind):
         assert found == blocks.KINDS[kind].shapes((rows, columns))
         matrix = checkpoints.read_matrix(layout, parts, (rows, columns))
         expected = gguf.dequantize(stored, kind)
-        # Equal but for Q4_K, of which gguf rounds value * scale + minimum to even in a tie.
+        # With minima, gguf rounds value * scale + minimum to even in a tie.
         np.testing.assert_allclose(
-            matrix.dequantized(), expected, rtol=2e-7 * (kind.name == "Q4_K")
+            matrix.dequantized(), expected, rtol=2e-7 * blocks.KINDS[kind].has_minima
         )
 
 
@@ -97,9 +103,10 @@ def relative_error(found, expected):
 def test_logits_are_those_of_the_dequantized_matrices(name, tmp_path, logits_of):
     quantized, plain = write_pair(tmp_path, name)
     found, right = (models.load_checkpoint(path, "float32") for path in (quantized, plain))
-    form = models.weight_format(quantized)
-    assert form is not None and found.module.weights == form
-    assert found.params["params"]["layers_0"]["mlp"]["up"]["weight"].dtype == form.dtype
+    formats = models.matrix_formats(quantized)
+    assert found.module.weights == formats and len(formats.in_blocks) == 1
+    up = found.params["params"]["layers_0"]["mlp"]["up"]["weight"]
+    assert up.dtype == models.WeightFormat.parse(str(formats)).dtype
     both = [np.asarray(logits_of(c.module, c.params, TOKENS)) for c in (found, right)]
     assert relative_error(*both) < 2e-5
     dequantized = models.load_checkpoint(quantized, "float32", weights="none")
@@ -112,7 +119,7 @@ def test_logits_are_those_of_the_dequantized_matrices(name, tmp_path, logits_of)
 def test_logits_are_those_of_compressed_tensors(folder, logits_of):
     expected = np.load(folder / "expected.npz")
     checkpoint = models.load_checkpoint(folder)
-    assert checkpoint.module.weights == models.weight_format(folder)
+    assert checkpoint.module.weights == models.matrix_formats(folder)
     found = logits_of(checkpoint.module, checkpoint.params, expected["tokens"])
     assert relative_error(found, expected["logits"]) < 2e-5
 
@@ -136,8 +143,9 @@ def converted(tmp_path, monkeypatch, kinds):
         (("Q4_0",), "int4:32"),
         (("Q4_1",), "int4:32+zeros"),
         (("Q8_0",), "int8:32"),
-        (("Q4_1", "Q8_0"), "int8:32+zeros"),
-        (("Q8_0", "F16"), "None"),
+        (("Q4_1", "Q8_0"), "int4:32+zeros+int8:32"),
+        (("Q8_0", "F16"), "int8:32"),
+        (("F16",), "none"),
     ],
 )
 def test_a_gguf_file_stays_quantized(kinds, form, tmp_path, monkeypatch, logits_of):
@@ -182,7 +190,7 @@ def test_a_mesh_divides_groups_and_outputs(eight, tmp_path):
 def test_offloaded_weights_stay_quantized(tmp_path):
     folder, _ = write_pair(tmp_path, "awq")
     resident, offloaded = (magicjax.load(folder, "float32", offload=o) for o in (False, True))
-    assert offloaded.weights == resident.weights is not None
+    assert offloaded.weights == resident.weights != models.MatrixFormats()
     assert tokens(offloaded) == tokens(resident)
 
 

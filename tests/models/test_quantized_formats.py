@@ -8,6 +8,7 @@ import pytest
 
 import magicjax
 import models
+from tests.magicjax import keywords
 from tests.models.quantized_layouts import write_pair
 
 
@@ -55,22 +56,86 @@ def test_formats_of_other_checkpoints_are_refused(tmp_path):
         with pytest.raises(ValueError, match=message):
             models.load_checkpoint(path, weights=weights)
         with pytest.raises(ValueError, match=message):
-            magicjax.loading.weight_format(path, weights)
+            magicjax.loading.matrix_formats(path, weights)
 
 
 PART = dict(ignored=("lm_head", "layers.1.mlp.down_proj"))
 
 
-def test_blocks_that_are_quantized_in_part_need_a_format(tmp_path):
-    folder, plain = write_pair(tmp_path, "awq", **PART)
-    for weights in (None, "int4:8"):  # nothing is rounded to zero points
-        message = r"others are not, such as model.layers.1.mlp.down_proj.weight: .* or 'int8' to"
-        with pytest.raises(ValueError, match=message):
-            models.load_checkpoint(folder, weights=weights)
-    for weights in ("none", "int8"):
-        found = models.load_checkpoint(folder, "float32", weights=weights).params
-        right = models.load_checkpoint(plain, weights=weights).params
-        assert jax.tree.all(jax.tree.map(np.array_equal, found, right))
+@pytest.mark.parametrize(
+    "name, weights, form",
+    [("awq", None, None), ("awq", "int4:8", "int4:8"), ("fp8", "float8", None)],
+)
+def test_matrices_that_a_checkpoint_does_not_quantize(name, weights, form, tmp_path, logits_of):
+    folder, plain = write_pair(tmp_path, name, **PART)
+    found = models.load_checkpoint(folder, "float32", weights=weights)
+    formats = dict(found.module.weights.texts)
+    assert formats.pop("layers_1/mlp/down", None) == form
+    assert len(formats) == 13 and len({*formats.values()}) == 1
+    if form is None:
+        right = models.load_checkpoint(plain)
+        assert same_weights(found, right)
+        logits = [np.asarray(logits_of(x.module, x.params, TOKENS)) for x in (found, right)]
+        np.testing.assert_allclose(*logits, atol=1e-4)
+
+
+# A matrix of each, and some in floating point: no two layers are alike.
+MIXTURE = ("packed", "packed, zeros", "float8", "packed, 8 bits", "int8")
+IGNORED = ("lm_head", "layers.0.mlp.up_proj", "layers.1.self_attn.q_proj")
+TOKENS = np.arange(24, dtype=np.int32).reshape(2, 12)
+
+
+def test_each_matrix_has_the_format_of_the_checkpoint(tmp_path, logits_of):
+    folder, plain = write_pair(tmp_path, MIXTURE, IGNORED)
+    found, right = models.load_checkpoint(folder, "float32"), models.load_checkpoint(plain)
+    formats = found.module.weights
+    assert formats.in_blocks == {"int4:8", "int4:8+zeros", "float8", "int8"}
+    assert formats.of("layers_0/mlp/up") is formats.of("layers_1/attention/q") is None
+    assert same_weights(found, right)
+    logits = [np.asarray(logits_of(x.module, x.params, TOKENS)) for x in (found, right)]
+    np.testing.assert_allclose(*logits, atol=1e-4)
+    models.save_checkpoint(tmp_path / "saved", found.module, found.params)
+    again = models.load_checkpoint(tmp_path / "saved")
+    assert again.module == found.module
+    jax.tree.map(np.testing.assert_array_equal, again.params, found.params)
+
+
+def greedy(model, mesh=None):
+    settings = {"max_tokens": 8, "drafter": "prompt-lookup:2", "tree": "chain:2"}
+    return np.asarray(keywords.generate(model, TOKENS, mesh=mesh, **settings).tokens).tolist()
+
+
+def on_meshes(folder):
+    """Returns the greedy text on two devices, and on two stages."""
+    found = []
+    for axes in ({"model": 2}, {"stage": 2}):
+        mesh = magicjax.make_mesh(**axes, devices=jax.devices()[:2])
+        found.append(greedy(magicjax.load(folder, "float32", mesh=mesh), mesh))
+    return found
+
+
+def test_layers_in_one_format_can_be_stacked(tmp_path, eight):
+    folder, plain = write_pair(tmp_path, ("packed", "packed, zeros"))  # 7 matrices a layer
+    right = greedy(magicjax.load(plain, "float32"))
+    offloaded = magicjax.load(folder, "float32", offload=True)
+    assert str(offloaded.weights) == "int4:8+zeros"
+    assert greedy(offloaded) == greedy(magicjax.load(folder, "float32")) == right
+    assert eight(on_meshes, folder=str(folder)) == [right] * 2
+    with pytest.raises(ValueError, match="differ between layers: load it with offload=True"):
+        magicjax.offload(magicjax.load(folder, "float32"))
+
+
+def test_layers_that_cannot_be_stacked_are_refused(tmp_path):
+    folder, _ = write_pair(tmp_path, "packed, zeros", IGNORED)
+    with pytest.raises(
+        ValueError, match="^attention/q is quantized .* in some layers .* or 'int8'"
+    ):
+        magicjax.load(folder, "float32", offload=True)
+    assert str(magicjax.load(folder, weights="int8", offload=True).weights) == "int8"
+    (tmp_path / "mixed").mkdir()
+    mixed, _ = write_pair(tmp_path / "mixed", ("packed", "float8"))
+    with pytest.raises(ValueError, match="q has integers in some layers and float8 in others"):
+        magicjax.load(mixed, "float32", offload=True)
 
 
 def test_a_format_quantizes_the_matrices_that_a_checkpoint_does_not(tmp_path):

@@ -147,7 +147,7 @@ def sizes_of(
     dtype: str = "bfloat16",
     name: str = "the model",
     offload: bool = False,
-    weights: models.Weights = None,
+    weights: models.MatrixFormats | models.WeightFormat | None = None,
 ) -> Sizes:
     """Returns the sizes of a model, from the shapes of its parameters.
 
@@ -163,9 +163,9 @@ def sizes_of(
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         keys = [entry.key for entry in path]
         elements = leaf.size
-        if isinstance(weights, models.PackedWeights):
-            kind = weights.type_of("/".join(keys[1:]).removesuffix("/weight"))
-            elements = leaf.size if kind is None else FORMATS[kind].elements(leaf.shape)
+        form = module.weights.of("/".join(keys[1:]).removesuffix("/weight"))
+        if isinstance(form, str):
+            elements = FORMATS[form].elements(leaf.shape)
         if keys[-1] == output:
             counted["unembedding"] += elements
             output_bytes += array_bytes(leaf.shape, leaf.dtype)

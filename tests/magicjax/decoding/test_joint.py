@@ -270,7 +270,7 @@ def test_sampled_texts_of_a_packed_target_have_its_joint_distribution():
     params = tiny.loud(tiny.drawn(shape, 0), np.random.default_rng(0), noise=0.0, never=None)
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
     target = tiny.packed(magicjax.Model(models.build(shape), params, name="packed"))
-    assert len(target.weights.types) == 7
+    assert len(target.weights.texts) == 7
     texts = np.array([*itertools.product(range(VOCAB), repeat=LENGTH)])
     tokens = np.concatenate([np.tile(PROMPT, (len(texts), 1)), texts], 1)
     logits = np.asarray(logits_of(target.module, target.params, tokens), float)
