@@ -15,6 +15,8 @@ import numpy as np
 from models.quantized_checkpoints import pack
 
 Type = gguf.GGMLQuantizationType
+TWOS = np.array([0, 2, 4, 6], np.uint8)[:, None]  # shifts to the pairs of bits of a byte
+IQ4_NL = np.array(gguf.quants.IQ4_NL.kvalues) + 128
 
 
 class Kind(NamedTuple):
@@ -84,17 +86,82 @@ def _q8_0(stored):
     return (blocks[..., 2:] ^ 128).reshape(len(stored), -1), _halves(blocks, 0), None
 
 
-def _q4_k(stored):
-    """Blocks of 256: 8 groups, whose 6-bit scales and minima multiply two 16-bit numbers."""
-    blocks = _blocks(stored, 144)
+def _iq4_nl(stored):
+    blocks = _blocks(stored, 18)
+    return IQ4_NL[_nibbles(blocks[..., 2:])].astype(np.uint8), _halves(blocks, 0), None
+
+
+def _fives(octets):
+    """Returns [R, G * 32] of [R, G, 20]: 4 bytes with the fifth bits, and 16 as in `_nibbles`."""
+    fifth = np.unpackbits(octets[..., :4], axis=-1, bitorder="little")
+    return _nibbles(octets[..., 4:]) | fifth.reshape(len(octets), -1) << 4
+
+
+def _q5_0(stored):
+    blocks = _blocks(stored, 22)
+    return _fives(blocks[..., 2:]) + np.uint8(128 - 16), _halves(blocks, 0), None
+
+
+def _q5_1(stored):
+    blocks = _blocks(stored, 24)
+    return _fives(blocks[..., 4:]), _halves(blocks, 0), _halves(blocks, 2)
+
+
+def _scaled(blocks, first, integers):
+    """Returns [R, G * N] of integers [R, G, N] times the 16-bit numbers that begin at `first`."""
+    wide = _halves(blocks, first)[..., None] * integers.astype(np.float32)
+    return wide.reshape(len(blocks), -1)
+
+
+def _sixes(blocks):
+    """Returns scales and minima of Q4_K and Q5_K: 6-bit integers times two 16-bit numbers."""
     low, high, both = (blocks[..., first : first + 4] for first in (4, 8, 12))
     scales = np.concatenate([low & 63, (both & 15) | (low >> 6 << 4)], -1)
     minima = np.concatenate([high & 63, (both >> 4) | (high >> 6 << 4)], -1)
-    scales, minima = (
-        (_halves(blocks, first)[..., None] * x.astype(np.float32)).reshape(len(stored), -1)
-        for first, x in ((0, scales), (2, minima))
-    )
-    return _nibbles(blocks[..., 16:].reshape(len(stored), -1, 32)), scales, -minima
+    return _scaled(blocks, 0, scales), -_scaled(blocks, 2, minima)
+
+
+def _q4_k(stored):
+    """Blocks of 256: 8 groups."""
+    blocks = _blocks(stored, 144)
+    return _nibbles(blocks[..., 16:].reshape(len(stored), -1, 32)), *_sixes(blocks)
+
+
+def _q5_k(stored):
+    """Blocks of 256: 8 groups, whose fifth bits are bits of 32 bytes."""
+    blocks = _blocks(stored, 176)
+    values = _nibbles(blocks[..., 48:].reshape(len(stored), -1, 32))
+    fifth = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    return values | fifth.reshape(values.shape) << 4, *_sixes(blocks)
+
+
+def _twos(octets):
+    """Returns [R, G, 256] of [R, G, 64]: in each half four times 32 values, the low bits first."""
+    halves = octets.reshape(*octets.shape[:2], 2, 1, 32)
+    return (halves >> TWOS & 3).reshape(*octets.shape[:2], 256)
+
+
+def _q2_k(stored):
+    """Blocks of 256: 16 groups, whose 4-bit scales and minima multiply two 16-bit numbers."""
+    blocks = _blocks(stored, 84)
+    values, both = _twos(blocks[..., 16:80]), blocks[..., :16]
+    minima = -_scaled(blocks, 82, both >> 4)
+    return values.reshape(len(stored), -1), _scaled(blocks, 80, both & 15), minima
+
+
+def _q3_k(stored):
+    """Blocks of 256: 16 groups, whose 6-bit scales, minus 32, multiply a 16-bit number.
+
+    The third bits of values, minus 4, are bits of 32 bytes.
+    """
+    blocks = _blocks(stored, 110)
+    third = blocks[..., None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    values = _twos(blocks[..., 32:96]) | third.reshape(*blocks.shape[:2], 256) << 2
+    low, high = blocks[..., 96:104], blocks[..., None, 104:108]
+    fours = np.concatenate([low & 15, low >> 4], -1)
+    scales = fours | (high >> TWOS & 3).reshape(fours.shape) << 4
+    values = values.reshape(len(stored), -1) + np.uint8(8 - 4)
+    return values, _scaled(blocks, 108, scales.astype(np.int8) - 32), None
 
 
 def _q6_k(stored):
@@ -106,10 +173,9 @@ def _q6_k(stored):
     low = blocks[..., :128].reshape(len(stored), -1, 2, 64)
     high = blocks[..., 128:192].reshape(len(stored), -1, 2, 1, 32)
     fours = np.concatenate([low & 15, low >> 4], -1).reshape(*low.shape[:-1], 4, 32)
-    twos = high >> np.array([0, 2, 4, 6], np.uint8)[:, None] & 3
-    scales = blocks[..., 192:208].view(np.int8) * _halves(blocks, 208)[..., None].astype(np.float32)
-    values = (fours | twos << 4) + np.uint8(128 - 32)
-    return values.reshape(len(stored), -1), scales.reshape(len(stored), -1), None
+    values = (fours | (high >> TWOS & 3) << 4) + np.uint8(128 - 32)
+    scales = _scaled(blocks, 208, blocks[..., 192:208].view(np.int8))
+    return values.reshape(len(stored), -1), scales, None
 
 
 def mxfp4(stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -126,7 +192,13 @@ def mxfp4(stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 KINDS = {
     Type.Q4_0: Kind(4, 32, _q4_0),
     Type.Q4_1: Kind(4, 32, _q4_1, has_minima=True),
+    Type.Q5_0: Kind(8, 32, _q5_0),
+    Type.Q5_1: Kind(8, 32, _q5_1, has_minima=True),
     Type.Q8_0: Kind(8, 32, _q8_0),
+    Type.IQ4_NL: Kind(8, 32, _iq4_nl),
+    Type.Q2_K: Kind(4, 16, _q2_k, has_minima=True, dtype="F32"),
+    Type.Q3_K: Kind(4, 16, _q3_k, dtype="F32"),
     Type.Q4_K: Kind(4, 32, _q4_k, has_minima=True, dtype="F32"),
+    Type.Q5_K: Kind(8, 32, _q5_k, has_minima=True, dtype="F32"),
     Type.Q6_K: Kind(8, 16, _q6_k, dtype="F32"),
 }
