@@ -115,6 +115,35 @@ INLINE void store_floats(float* p, Floats x) {
   _mm256_storeu_ps(p + 8, x.v[1]);
 }
 
+#if defined(__AVXVNNI__)
+#define MULTIPLY_BYTES _mm256_dpbusd_avx_epi32
+#elif defined(__AVX512VNNI__) && defined(__AVX512VL__)
+#define MULTIPLY_BYTES _mm256_dpbusd_epi32
+#endif
+
+#ifdef MULTIPLY_BYTES
+template <int bits>
+struct Dots {
+  __m256i v[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+  INLINE void add(Bytes w, const int8_t* x) {
+    int32_t word;
+    std::memcpy(&word, x, 4);
+    __m256i four = _mm256_set1_epi32(word);
+    v[0] = MULTIPLY_BYTES(v[0], w.v[0], four);
+    v[1] = MULTIPLY_BYTES(v[1], w.v[1], four);
+  }
+  INLINE void widen() {}
+  INLINE Floats minus(int log2_offset, int32_t x) const {
+    __m256i shift = _mm256_slli_epi32(_mm256_set1_epi32(x), log2_offset);
+    return {{_mm256_cvtepi32_ps(_mm256_sub_epi32(v[0], shift)),
+             _mm256_cvtepi32_ps(_mm256_sub_epi32(v[1], shift))}};
+  }
+  INLINE Floats floats() const {
+    return {{_mm256_cvtepi32_ps(v[0]), _mm256_cvtepi32_ps(v[1])}};
+  }
+};
+#undef MULTIPLY_BYTES
+#else
 // Pairs of products are 16-bit sums, which `widen` adds to 32-bit sums before they overflow: 8
 // vectors of 4 bits, 4 of 5 bits, 2 of 6 bits, 1 of 8 bits. Those of 8 bits are made signed by
 // their offset of 128, and the products have the weight's magnitude and the activation's sign.
@@ -157,6 +186,76 @@ struct Dots {
     return {{_mm256_cvtepi32_ps(v[0]), _mm256_cvtepi32_ps(v[1])}};
   }
 };
+#endif
+
+#elif defined(__ARM_NEON) && defined(__ARM_FEATURE_DOTPROD)
+
+constexpr int MOST_ROWS = 4;
+constexpr int UNROLL = 4;
+#define EACH(type, expression)                       \
+  type out;                                          \
+  for (int i = 0; i < 4; i++) out.v[i] = expression; \
+  return out;
+struct Bytes {
+  uint8x16_t v[4];
+};
+INLINE Bytes load_bytes(const uint8_t* p) { EACH(Bytes, vld1q_u8(p + 16 * i)) }
+INLINE Bytes operator&(Bytes a, uint8_t mask) { EACH(Bytes, vandq_u8(a.v[i], vdupq_n_u8(mask))) }
+INLINE Bytes operator|(Bytes a, Bytes b) { EACH(Bytes, vorrq_u8(a.v[i], b.v[i])) }
+INLINE Bytes operator>>(Bytes a, int n) { EACH(Bytes, vshlq_u8(a.v[i], vdupq_n_s8(-n))) }
+INLINE Bytes operator<<(Bytes a, int n) { EACH(Bytes, vshlq_u8(a.v[i], vdupq_n_s8(n))) }
+
+struct Floats {
+  float32x4_t v[4];
+};
+INLINE Floats fill_floats(float x) { EACH(Floats, vdupq_n_f32(x)) }
+INLINE Floats load_halves(const uint8_t* p) {
+  EACH(Floats, vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p + 8 * i))))
+}
+INLINE Floats load_floats(const uint8_t* p, uint8_t) {
+  uint8x16_t all = vld1q_u8(p);
+  uint16x8_t low = vmovl_u8(vget_low_u8(all)), high = vmovl_u8(vget_high_u8(all));
+  uint16x4_t fours[4] = {vget_low_u16(low), vget_high_u16(low), vget_low_u16(high),
+                         vget_high_u16(high)};
+  EACH(Floats, vcvtq_f32_u32(vmovl_u16(fours[i])))
+}
+INLINE Floats load_floats(const uint8_t* p, int8_t) {
+  int8x16_t all = vld1q_s8((const int8_t*)p);
+  int16x8_t low = vmovl_s8(vget_low_s8(all)), high = vmovl_s8(vget_high_s8(all));
+  int16x4_t fours[4] = {vget_low_s16(low), vget_high_s16(low), vget_low_s16(high),
+                        vget_high_s16(high)};
+  EACH(Floats, vcvtq_f32_s32(vmovl_s16(fours[i])))
+}
+INLINE Floats operator*(Floats a, Floats b) { EACH(Floats, vmulq_f32(a.v[i], b.v[i])) }
+INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
+  EACH(Floats, vfmaq_f32(c.v[i], a.v[i], b.v[i]))
+}
+INLINE void store_floats(float* p, Floats x) {
+  for (int i = 0; i < 4; i++) vst1q_f32(p + 4 * i, x.v[i]);
+}
+
+// Both factors are signed: values of 8 bits are made so by their offset of 128.
+template <int bits>
+struct Dots {
+  static constexpr bool is_wide = bits == 8;
+  int32x4_t v[4] = {vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0)};
+  INLINE void add(Bytes w, const int8_t* x) {
+    int32_t word;
+    std::memcpy(&word, x, 4);
+    int8x16_t four = vreinterpretq_s8_s32(vdupq_n_s32(word));
+    for (int i = 0; i < 4; i++) {
+      uint8x16_t value = is_wide ? veorq_u8(w.v[i], vdupq_n_u8(128)) : w.v[i];
+      v[i] = vdotq_s32(v[i], vreinterpretq_s8_u8(value), four);
+    }
+  }
+  INLINE void widen() {}
+  INLINE Floats minus(int log2_offset, int32_t x) const {
+    int32x4_t shift = vdupq_n_s32(is_wide ? 0 : x * (1 << log2_offset));
+    EACH(Floats, vcvtq_f32_s32(vsubq_s32(v[i], shift)))
+  }
+  INLINE Floats floats() const { EACH(Floats, vcvtq_f32_s32(v[i])) }
+};
+#undef EACH
 
 #else  // loops that a compiler vectorizes
 

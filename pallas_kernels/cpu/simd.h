@@ -51,13 +51,18 @@ INLINE void narrow(float x, bf16* out) {
 INLINE float widen(f16 x) { return _cvtsh_ss(x.bits); }
 INLINE void narrow(float x, f16* out) { out->bits = _cvtss_sh(x, 0); }
 #else
+#if defined(__aarch64__)
+using Half = __fp16;  // GCC 12 has no _Float16 there
+#else
+using Half = _Float16;
+#endif
 INLINE float widen(f16 x) {
-  _Float16 half;
+  Half half;
   std::memcpy(&half, &x, 2);
   return half;
 }
 INLINE void narrow(float x, f16* out) {
-  _Float16 half = x;
+  Half half = x;
   std::memcpy(out, &half, 2);
 }
 #endif
