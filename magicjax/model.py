@@ -130,8 +130,11 @@ class Model:
     @property
     def empty_token(self) -> int | None:
         """A token whose embedding is zeros; None: the module may have none."""
-        is_own = isinstance(self.module, models.Decoder) and self.config.draft_vocab_size is None
-        return self.config.vocab_size if is_own else None
+        config = self.config
+        embeds_all = isinstance(self.module, models.Decoder) and (
+            config.draft_vocab_size is None or config.embeds_all
+        )
+        return config.vocab_size if embeds_all else None
 
     def sum_over_replicas(self, x: Array) -> Array:
         """Returns the sum of x over the devices that replicate this device's KV heads."""

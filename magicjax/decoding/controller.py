@@ -9,6 +9,9 @@ A drafter that does not draft has no new acceptance, unless it simulates its rou
 (`Drafter.simulated`). The others are probed: a call of `PROBE_ROUNDS` rounds runs the smallest tree
 of the drafter that has been idle for longest. Probes are at most `PROBE_SHARE` of all rounds, and a
 drafter that could not gain if all its tokens were accepted is not probed.
+
+Plain rounds run no drafter that can rest (`Drafter.can_rest`). Rows that have had one emit a token
+per round whatever drafts, so a drafter with such rows only is not probed.
 """
 
 import dataclasses
@@ -198,6 +201,8 @@ class Controller:
       until_last_row_ends: whether to minimise the time until the last row ends, rather than to
         maximise tokens per second.
       probes: their count and cost.
+      can_rest: whether plain rounds run no drafter.
+      resting: the live rows that do not draft any more.
     """
 
     arms: tuple[Arm, ...]
@@ -210,6 +215,8 @@ class Controller:
     live: int = 0
     until_last_row_ends: bool = False
     probes: Probes = Probes()
+    can_rest: bool = False
+    resting: frozenset[int] = frozenset()
 
     @classmethod
     def create(
@@ -222,6 +229,7 @@ class Controller:
         rounds: float = FIRST_ROUNDS,
         times: RoundTimes | None = None,
         until_last_row_ends: bool = False,
+        can_rest: bool = False,
     ) -> "Controller":
         """Returns the choice before any acceptance is counted.
 
@@ -232,7 +240,7 @@ class Controller:
           rates: acceptance rates by depth, given that all tokens before are accepted; the last one
             also stands for deeper tokens. Empty: 0.
           rounds: the weight of these rates.
-          times, until_last_row_ends: see the class.
+          times, until_last_row_ends, can_rest: see the class.
         """
         arms = tuple(arms)
         first = first or max(arms, key=lambda arm: arm.depth)
@@ -248,6 +256,7 @@ class Controller:
             {name: Acceptance.known(rows, d, rates, rounds) for name, d in deepest.items()},
             times,
             until_last_row_ends=until_last_row_ends,
+            can_rest=can_rest,
         )
 
     @property
@@ -260,7 +269,10 @@ class Controller:
         histogram = self.histogram.copy()
         histogram[slot] = 0
         acceptance = {name: one.joined(slot) for name, one in self.acceptance.items()}
-        return dataclasses.replace(self, histogram=histogram, acceptance=acceptance)
+        resting = self.resting - {slot}
+        return dataclasses.replace(
+            self, histogram=histogram, acceptance=acceptance, resting=resting
+        )
 
     def chosen(self, live: Mapping[int, tuple[int, int]]) -> "Controller":
         """Returns the choice for the next call.
@@ -277,8 +289,15 @@ class Controller:
         best = min(costs, key=lambda arm: costs[arm])
         if costs[self.best] <= (1 + HYSTERESIS) * costs[best]:
             best = self.best
-        probe = new._probe(best, costs[best], left) if self.probes.allowed else None
-        return dataclasses.replace(new, arm=probe or best, best=best)
+        probe = new._probe(best, costs[best], list(live), left) if self.probes.allowed else None
+        return new.running(probe or best, best, live)
+
+    def running(self, arm: Arm, best: Arm, live: Iterable[int]) -> "Controller":
+        """Returns the choice of an arm, which these live rows run."""
+        resting = self.resting
+        if self.can_rest and not arm.depth:
+            resting = resting.union(live)
+        return dataclasses.replace(self, arm=arm, best=best, resting=resting)
 
     def _cost(self, arm: Arm, tokens: Float[np.ndarray, "B"], left: Int[np.ndarray, "B"]) -> float:
         """Returns the seconds per token of an arm, or those until the last row ends."""
@@ -288,8 +307,11 @@ class Controller:
             return float(seconds * (left / tokens).max())
         return float(seconds / np.minimum(tokens, left).sum())
 
-    def _probe(self, best: Arm, cost: float, left: Int[np.ndarray, "B"]) -> Arm | None:
-        """Returns the arm of a probe; None if no drafter is idle and could gain."""
+    def _probe(
+        self, best: Arm, cost: float, rows: Sequence[int], left: Int[np.ndarray, "B"]
+    ) -> Arm | None:
+        """Returns the arm of a probe; None if no drafter is idle and could gain on these rows."""
+        drafts = np.array([row not in self.resting for row in rows])
         idle = [
             name
             for name, one in self.acceptance.items()
@@ -297,7 +319,7 @@ class Controller:
         ]
         for name in sorted(idle, key=lambda name: -self.acceptance[name].idle):
             own = [arm for arm in self.arms if arm.drafter == name]
-            if any(self._cost(arm, 1.0 + arm.depth + 0 * left, left) < cost for arm in own):
+            if any(self._cost(arm, 1.0 + arm.depth * drafts, left) < cost for arm in own):
                 return min(own, key=lambda arm: arm.depth)
         return None
 
@@ -305,7 +327,9 @@ class Controller:
         """Returns the expected tokens of a round of each row."""
         if not arm.depth:
             return np.ones(len(self.histogram))
-        return self.acceptance[arm.drafter].tokens(arm.depth)
+        tokens = self.acceptance[arm.drafter].tokens(arm.depth)
+        tokens[list(self.resting)] = 1
+        return tokens
 
     def counted(
         self,
@@ -326,6 +350,7 @@ class Controller:
         if self.times is None or not rounds:
             return dataclasses.replace(self, histogram=histogram)
         since, times, probes = histogram - self.histogram, self.times, self.probes
+        since[list(self.resting)] = 0
         if seconds is not None:
             times = times.corrected(self.arm, self.length, self.live, seconds / rounds)
         probes = dataclasses.replace(probes, rounds=probes.rounds + rounds)
@@ -360,6 +385,8 @@ class Controller:
     def _seconds_at_best(self, since: Histogram) -> float:
         """Returns the expected seconds of the arm before a probe for the tokens of the probe."""
         assert self.times is not None
+        if not since.any():  # no row drafts
+            return 0.0
         emitted = (since @ (1 + np.arange(since.shape[1]))).sum()
         per_round = self.tokens(self.best)[since.any(1)].sum()
         seconds = self.times.speed * self.times.of(self.best, self.length, self.live)

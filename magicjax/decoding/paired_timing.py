@@ -95,11 +95,22 @@ class Variant(NamedTuple):
       request: with the models.
       settings: of the loop.
       program: the loop's name, "decode" or "decode_until_row_ends".
+      rests: whether the loop runs without the drafter, whose state stays as it is.
     """
 
     request: Request
     settings: Settings
     program: str = "decode"
+    rests: bool = False
+
+    def compiled(self, state: DecodeState) -> jax.stages.Compiled:
+        """Returns the loop for a state, or for its shapes."""
+        return runner.compile_loop(self.running, self.settings, state, self.program)
+
+    @property
+    def running(self) -> Request:
+        """The request that the loop runs."""
+        return dataclasses.replace(self.request, drafter=None) if self.rests else self.request
 
 
 def time_variants(
@@ -111,14 +122,14 @@ def time_variants(
     """
     drafters: dict[int, Any] = {}
     state = None
-    for request, settings, program in variants:
-        key = id(request.drafter)
+    for variant in variants:
+        key = id(variant.request.drafter)
         if state is None or key not in drafters:
             prefilled = prefilled if state is None else prefilled.reset(state)
-            state = prefilled.start(request)
+            state = prefilled.start(variant.request)
             drafters[key] = state.drafter
         state = dataclasses.replace(state, drafter=drafters[key])
-        runner.compile_loop(request, settings, state, program)
+        variant.compiled(state)
     assert state is not None, "no variant to time"
     times, state = time_interleaved(variants, state, drafters, repeats, min_seconds)
     return times, prefilled.reset(state)
@@ -169,9 +180,8 @@ def median_ratio(times: Sequence[float], baseline: Sequence[float]) -> float:
 
 
 def _call(variant: Variant, state: DecodeState) -> tuple[DecodeState, float]:
-    request, settings, program = variant
-    arguments = request.loop_arguments(state)
-    loop = runner.compile_loop(request, settings, state, program)
+    arguments = variant.running.loop_arguments(state)
+    loop = variant.compiled(state)
     jax.block_until_ready(arguments)
     return runner.timed(loop, *arguments)
 

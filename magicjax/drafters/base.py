@@ -232,6 +232,14 @@ class Drafter(abc.ABC):
         return None
 
     @property
+    def can_rest(self) -> bool:
+        """Whether plain rounds of an engine leave its state as it is.
+
+        A row that has had such a round does not draft any more.
+        """
+        return False
+
+    @property
     def remembers(self) -> bool:
         """Whether `remember` changes what it proposes."""
         return False

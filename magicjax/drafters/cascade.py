@@ -352,6 +352,7 @@ class Cascade(Drafter):
         committed = jnp.where(chain.is_full, 0, result.accepted + 1)
         committed = committed + full_cache.zero_after(result.bonus)
         nodes_kv = jax.tree.map(lambda x: x[:, : proposal.tokens.shape[1]], kv)
+        cache = dataclasses.replace(cache, lengths=cache.lengths + committed)
         outcome = RoundOutcome(
             result.path, committed, nodes_kv, (), layer_inputs, cache, setup.settings.backend
         )

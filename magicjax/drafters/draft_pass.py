@@ -19,7 +19,7 @@ from magicjax.kv_cache.sparse_cache import DraftCache
 from magicjax.model import Model
 from magicjax.trees.token_tree import DynamicTree, Tree
 from magicjax.verification.sampling import Sampling
-from models import NEVER, Attend
+from models import NEVER
 from sharding import collectives
 
 NOT_RUN = -1
@@ -136,12 +136,18 @@ class DraftContext:
             probs = jnp.pad(probs, [(0, 0)] * (probs.ndim - 1) + [(0, missing)])
         return collectives.local_slice(probs, axes, self.target.split.axes)
 
+    @property
+    def runs(self) -> Bool[Array, "B"]:
+        """Which rows draft: one that has ended, or a slot without a request, has no position."""
+        return self.root_position > 0
+
     def run(
         self,
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
-        attend: Attend,
+        attend: AttendLevel,
         features: Float[Array, "B T E"] | None,
+        live: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T E"], KV]:
         """Returns the hidden states of a pass, and the entries that `attend` fills.
 
@@ -149,8 +155,15 @@ class DraftContext:
           tokens, positions: of the pass.
           attend: the attention to the prefix and the entries.
           features: of a learned head, the hidden state of each token's parent; None: of others.
+          live: False for padding, which like rows that do not draft is zeros, which native products
+            skip; None: there is none.
         """
+        live = self.runs[:, None] if live is None else live & self.runs[:, None]
+        live = jnp.broadcast_to(live, tokens.shape)
+        attend = dataclasses.replace(attend, live=live)
         if features is None:
+            if self.model.empty_token is not None:
+                tokens = jnp.where(live, tokens, self.model.empty_token)
             return self.model(tokens, positions, attend)[:2]
         x = embed_for(self.model, self.target, tokens, positions)
         arguments = x, features, positions, attend
@@ -212,7 +225,7 @@ def run_root(context: DraftContext, kv: KV, nodes: int) -> tuple[Array, KV]:
         b0     9         3      . . .       1 .
         pad    10        4      . . .       1 1
         root   10        0      1 . .       1 .
-    The padding token is undefined, and no other token sees it.
+    The padding token is zeros, and no other token sees it.
     """
     if context.root_pass is not None:
         kv = jax.tree.map(lambda x, root: x.at[:, :1].set(root), kv, context.root_pass.kv)
@@ -233,5 +246,7 @@ def run_root(context: DraftContext, kv: KV, nodes: int) -> tuple[Array, KV]:
     positions = jnp.clip(position + offsets, 0, position)  # padding too stays a valid position
     entries = jnp.concatenate([nodes + steps, jnp.zeros(1, jnp.int32)])
     attend = AttendLevel(context.cache, kv, entries, mask, context.backend, positions=positions)
-    hidden, kv = context.run(tokens, positions, attend, None)
+    known = steps < backlog.count[:, None]
+    live = jnp.concatenate([known, jnp.ones((batch, 1), bool)], 1)
+    hidden, kv = context.run(tokens, positions, attend, None, live)
     return hidden[:, -1:], kv

@@ -65,8 +65,7 @@ def draft_dynamic_tree(context: DraftContext, tree: DynamicTree) -> tuple[Propos
         """Returns the scores of the candidates of a depth, and which rows run some of them."""
         first = _first_candidate(tree, depth)
         score = jax.lax.dynamic_slice_in_dim(candidates.score, first, width**2, 1)
-        is_live = context.root_position > 0  # a row that has ended has no position
-        return score, is_live & (score.max(-1) >= least)
+        return score, context.runs & (score.max(-1) >= least)
 
     def goes_on(carry):
         depth, candidates, *_ = carry
@@ -94,7 +93,8 @@ def draft_dynamic_tree(context: DraftContext, tree: DynamicTree) -> tuple[Propos
         attend = AttendLevel(*to, positions=positions)
         rows = jnp.arange(batch)[:, None]
         features = None if outputs is None else outputs[rows, parent]
-        hidden, drafted = context.run(tokens, positions, attend, features)
+        live = jnp.broadcast_to(runs[:, None], tokens.shape)
+        hidden, drafted = context.run(tokens, positions, attend, features, live)
         if outputs is not None:
             outputs = outputs.at[:, entry].set(hidden)
         ran = jnp.where(runs[:, None], entry, NOT_RUN) if tree.min_prob else entry

@@ -67,6 +67,13 @@ class SmallModelState:
         """The model's division over devices."""
         return self.cache.split
 
+    @property
+    def tokens(self) -> Int[Array, "B"]:
+        """The committed tokens of each row, backlog included; a row that has rested has too few."""
+        cache = self.cache
+        own = cache.lengths if isinstance(cache, KVCache) else cache.count
+        return own + self.backlog.count
+
 
 @struct.dataclass
 class SmallModel(Drafter):
@@ -228,6 +235,10 @@ class SmallModel(Drafter):
                 f"has {limit}: {remedy}"
             )
 
+    @property
+    def can_rest(self) -> bool:
+        return True
+
     def draw_methods(self, tree: Tree) -> set[str]:
         return {resolve_draw_method(self.draw, tree)}
 
@@ -278,7 +289,7 @@ class SmallModel(Drafter):
             target=target,
             cache=state.cache,
             root=root,
-            root_position=cache.lengths,
+            root_position=jnp.where(state.tokens == cache.lengths, cache.lengths, 0),
             sampling=sampling,
             backlog=state.backlog,
             draw_method=resolve_draw_method(self.draw, settings.tree),
@@ -299,9 +310,12 @@ class SmallModel(Drafter):
             its entries         0   2   NOT_RUN   ran = 2
             entries to commit   4   0   2         count = 1 + ran = 3
             new backlog         token of node 3   count = committed - ran = 1
-        A row that had ended (committed = 0) commits nothing and keeps its backlog.
+        A row that had ended (committed = 0), or that has rested, commits nothing and keeps its
+        backlog.
         """
-        path, committed, old = outcome.path, outcome.committed, state.backlog
+        path, old = outcome.path, state.backlog
+        before = outcome.cache.lengths - outcome.committed
+        committed = jnp.where(state.tokens == before, outcome.committed, 0)
         path_entries = jnp.take_along_axis(draft.entries, path, 1)
         has_run = (path_entries != NOT_RUN) & (jnp.arange(path.shape[1]) < committed[:, None])
         ran = has_run.sum(-1, dtype=jnp.int32)

@@ -116,7 +116,8 @@ class Engine:
         self._eos = {*config.eos_token_id}
         self._loops = speculation.loops(slots, config.adaptive)
         self._compiled: dict[Arm, Compiled] = {}  # the loops that have run
-        self._controller = Controller.create(self._loops, config.slots)
+        can_rest = slots.drafter is not None and slots.drafter.can_rest
+        self._controller = Controller.create(self._loops, config.slots, can_rest=can_rest)
         self._counters = Counters(self._loops)
         self._state = empty_state(self._templates)
         self._max_rounds = config.rounds_per_step  # of the state
@@ -291,11 +292,10 @@ class Engine:
         rounds = min(rounds, PROBE_ROUNDS) if controller.is_probe else rounds
         if rounds != self._max_rounds:
             state, self._max_rounds = runner.with_rounds(state, rounds), rounds
+        variant = speculation.variant(slots, self._loops, controller.arm)
         if (loop := self._compiled.get(controller.arm)) is None:
-            settings = self._loops[controller.arm]
-            loop = runner.compile_loop(slots, settings, state, "decode_until_row_ends")
-            self._compiled[controller.arm] = loop
-        s, seconds = runner.run_until_row_ends(slots, loop, state)
+            loop = self._compiled[controller.arm] = variant.compiled(state)
+        s, seconds = runner.run_until_row_ends(variant.running, loop, state)
         simulated = {}
         if len(self._loops) > 1 and slots.drafter is not None:
             simulated = speculation.simulated(slots.drafter, s.drafter)

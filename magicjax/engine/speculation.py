@@ -17,6 +17,7 @@ import numpy as np
 from magicjax.decoding import paired_timing, runner
 from magicjax.decoding.controller import PLAIN, Arm, RoundTimes
 from magicjax.decoding.loop import DecodeState
+from magicjax.decoding.paired_timing import Variant
 from magicjax.decoding.request import Request
 from magicjax.drafters import Cascade, Drafter, Ensemble
 from magicjax.drafters.spec import drafter_name
@@ -133,6 +134,12 @@ def _check_timed(request: Request) -> None:
         ) from error
 
 
+def variant(request: Request, settings: Mapping[Arm, Settings], arm: Arm) -> Variant:
+    """Returns the loop of an arm; that of plain decoding runs no drafter that can rest."""
+    rests = not arm.depth and request.drafter is not None and request.drafter.can_rest
+    return Variant(request, settings[arm], "decode_until_row_ends", rests)
+
+
 def time_rounds(
     templates: Templates, settings: Mapping[Arm, Settings], state: DecodeState
 ) -> tuple[RoundTimes, DecodeState]:
@@ -145,9 +152,7 @@ def time_rounds(
     """
     request = templates.slots
     lengths = sorted({1, max(1, 3 * templates.capacity // 4)})
-    variants = [
-        paired_timing.Variant(request, one, "decode_until_row_ends") for one in settings.values()
-    ]
+    variants = [variant(request, settings, arm) for arm in settings]
     live = sorted({1, templates.config.slots})
     seconds: list[list[float]] = []
     for rows, length in itertools.product(live, lengths):

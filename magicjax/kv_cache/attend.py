@@ -31,12 +31,15 @@ class _Rows:
       first_row: None: all rows of the batch.
       num_rows: static; how many, from `first_row` on.
       cache: the committed prefix, of one layer in the attention of a layer.
+      live: bool [B, T], tokens whose attention is not zeros; None: all. Rows without any read no
+        prefix.
     """
 
     cache: Any
     positions: Int[Array, "B T"] = struct.field(kw_only=True)
     first_row: Int[Array, ""] | None = struct.field(default=None, kw_only=True)
     num_rows: int = struct.field(default=0, pytree_node=False, kw_only=True)
+    live: Bool[Array, "B T"] | None = struct.field(default=None, kw_only=True)
 
     def __call__(self, layer: int) -> LayerAttend:
         return Partial(type(self)._attend, self.of_layer(layer))
@@ -70,7 +73,6 @@ class AttendTo(_Rows):
     Attributes:
       cache: the committed prefix.
       mask: bool [T, T] or [B, T, T].
-      live: bool [B, T], tokens whose attention is not zeros; None: all.
       backend: static; the attention backend.
       keep_queries: static; whether to keep ((k, v), (q, lse)) instead, with the queries and the
         log-sum-exp of their scores.
@@ -80,7 +82,6 @@ class AttendTo(_Rows):
     mask: Bool[Array, "*B T T"]
     backend: str | None = struct.field(pytree_node=False)
     keep_queries: bool = struct.field(default=False, pytree_node=False)
-    live: Bool[Array, "B T"] | None = struct.field(default=None, kw_only=True)
 
     def _attend(self, q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, Any]:
         mask, (window,) = self.mask, self.cache.windows
@@ -88,8 +89,6 @@ class AttendTo(_Rows):
             distance = self.positions[:, :, None] - self.positions[:, None]
             mask = mask & (distance < window)
         out, lse = _attention(self, mask, q, k, v, **options)
-        if self.live is not None:
-            out = jnp.where(self.slice(self.live)[..., None, None], out, 0)
         return out, ((k, v), (q, lse) if self.keep_queries else None)
 
 
@@ -177,14 +176,20 @@ def _attention(
         pages = attend.slice(cache.chosen[0]) if pages is None else pages
         prefix = cache.gather(pages, attend.slice, attend.first_row)
     else:
-        prefix = cache.k[0], cache.v[0], attend.slice(cache.live(0))
+        lengths = cache.live(0)
+        if attend.live is not None:
+            lengths = jnp.where(attend.live.any(1), lengths, 0)
+        prefix = cache.k[0], cache.v[0], attend.slice(lengths)
         options["first_row"] = attend.first_row
     if window is not None:
         options["seen_from"] = attend.slice(attend.positions) - (window - 1)
     out, lse = tree_attention(
         q, *prefix, k, v, mask, backend=attend.backend, softcap=softcap, return_lse=True, **options
     )
-    return (out, lse) if sinks is None else _with_sinks(out, lse, sinks)
+    out, lse = (out, lse) if sinks is None else _with_sinks(out, lse, sinks)
+    if attend.live is not None:
+        out = jnp.where(attend.slice(attend.live)[..., None, None], out, 0)
+    return out, lse
 
 
 def _with_sinks(

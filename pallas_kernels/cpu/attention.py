@@ -5,6 +5,8 @@ not on the batch, the other queries, or the number of threads, nor on which of t
 cache. Calls that the kernel does not support use `xla`.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -50,12 +52,17 @@ def attend(
     seen_from: Int[Array, "B T"] | None = None,
     softcap: float | None = None,
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
-    """Returns (out, lse) in float32, or in float64 for float64 inputs."""
+    """Returns out in q's dtype, and lse in float32, or in float64 for float64 inputs."""
     first_row = None if first_row is None else jnp.asarray(first_row, jnp.int32)
     arguments = q, k_prefix, v_prefix, lengths, k_new, v_new, mask, first_row, seen_from
     if not supports(q, k_prefix, k_new, seen_from, softcap):
-        return xla.attend(*arguments, softcap)
-    return lax.platform_dependent(*arguments, cpu=native, default=xla.attend)
+        return _by_xla(*arguments, softcap=softcap)
+    return lax.platform_dependent(*arguments, cpu=native, default=_by_xla)
+
+
+def _by_xla(q: Array, *arguments: Any, **options: Any) -> tuple[Array, Array]:
+    out, lse = xla.attend(q, *arguments, **options)
+    return out.astype(q.dtype), lse
 
 
 @jax.custom_jvp
@@ -66,7 +73,7 @@ def native(
     k_prefix, k_scales = _values_and_scales(k_prefix)
     v_prefix, v_scales = _values_and_scales(v_prefix)
     # Inside shard_map the results vary over the same mesh axes as q.
-    results = jax.eval_shape(lambda q: (q.astype(jnp.float32), q[..., 0].astype(jnp.float32)), q)
+    results = jax.eval_shape(lambda q: (q, q[..., 0].astype(jnp.float32)), q)
     call = jax.ffi.ffi_call("magicjax_tree_attention", results, vmap_method="sequential")
     integers = [
         lengths.astype(jnp.int32),
@@ -79,7 +86,7 @@ def native(
 @native.defjvp
 def _tangents(primals: tuple, tangents: tuple) -> tuple:
     """Returns the results and their derivatives, which XLA computes."""
-    return native(*primals), jax.jvp(xla.attend, primals, tangents)[1]
+    return native(*primals), jax.jvp(_by_xla, primals, tangents)[1]
 
 
 def _values_and_scales(x: Array | Quantized) -> tuple[Array, Array]:

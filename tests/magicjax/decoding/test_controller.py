@@ -280,6 +280,30 @@ def test_probes_are_a_small_share_of_the_rounds_and_cost_what_is_reported():
     assert probes.lost_s == pytest.approx(probes.probed * (SECONDS[1] - SECONDS[0]), rel=0.05)
 
 
+def test_rows_that_have_rested_do_not_draft():
+    choice = dataclasses.replace(chooser(2), can_rest=True, acceptance={"one": known(2, 0.95)})
+    live = {0: (10, 100), 1: (10, 100)}
+    assert choice.chosen(live).arm.depth == 4
+    slow = {arm: (9.0 if arm.depth else 1.0,) for arm in choice.arms}
+    rested = dataclasses.replace(choice, times=RoundTimes((1,), slow)).chosen(live)
+    assert rested.arm == PLAIN and rested.resting == {0, 1}
+    fast = dataclasses.replace(rested, times=choice.times)
+    for arm in fast.arms:
+        np.testing.assert_array_equal(fast.tokens(arm), 1)
+    assert fast.chosen(live).arm == PLAIN
+    idle = {"one": dataclasses.replace(fast.acceptance["one"], idle=10**6)}
+    assert not dataclasses.replace(fast, acceptance=idle).chosen(live).is_probe
+    joined = fast.joined(1)
+    assert joined.resting == {0} and joined.tokens(at(4))[1] > 3
+    histogram = np.array([[3, 0, 0, 0, 0], [0, 0, 0, 0, 3]])
+    counted = joined.chosen(live).counted(histogram, 3, 3.0)
+    np.testing.assert_array_equal(counted.acceptance["one"].tried[0], 0)
+
+
+def known(rows: int, rate: float) -> Acceptance:
+    return Acceptance.known(rows, 4, [rate], 100)
+
+
 def test_what_cannot_gain_is_not_probed():
     slow = {0: 1.0, 1: 2.1, 2: 3.2, 4: 5.3}  # not even if all tokens are accepted
     depths, choice = simulate(batch(1, 0.0, 0, slow), 300, [0.0], slow)

@@ -96,22 +96,36 @@ def rows_of(engine: magicjax.Engine) -> tuple[object, list[np.ndarray]]:
     return state, texts
 
 
+def rested_of(engine: magicjax.Engine) -> list[bool]:
+    """Returns for each row that is decoded whether its drafter has rested."""
+    return [slot in engine._controller.resting for slot in sorted(engine._scheduler.running)]
+
+
 def check_rows(engine: magicjax.Engine) -> int:
     """Asserts that the rows' caches are those of a fresh prefill; returns the number of rows."""
     state, texts = rows_of(engine)
     if texts:
-        check_state(state, texts, tiny.model(), engine._templates.row.drafter)
+        drafter = engine._templates.row.drafter
+        check_state(state, texts, tiny.model(), drafter, rested_of(engine))
     return len(texts)
 
 
-def check_state(state, texts, target, drafter) -> None:
-    """Asserts that a state's caches, as numpy arrays, are those of a fresh prefill of the texts."""
+def check_state(state, texts, target, drafter, rested=()) -> None:
+    """Asserts that a state's caches, as numpy arrays, are those of a fresh prefill of the texts.
+
+    Those of a drafter that has rested are those of the first tokens.
+    """
     np.testing.assert_array_equal(state.cache.lengths, [len(text) - 1 for text in texts])
     np.testing.assert_array_equal(state.pending, [text[-1] for text in texts])
     caches.check_cache(state.cache, target, texts, state.cache.lengths, 1e-5)
     if drafter is not None:
         for member, member_state in caches.states_of(drafter, state.drafter):
-            check_drafter(member, member_state, state.cache, texts, target)
+            drafted = texts
+            if any(rested):
+                known = np.asarray(member_state.tokens)
+                rows = zip(texts, known, rested, strict=True)
+                drafted = [text[: n + 1] if rests else text for text, n, rests in rows]
+            check_drafter(member, member_state, state.cache, drafted, target)
 
 
 def check_drafter(drafter, state, cache, texts, target) -> None:

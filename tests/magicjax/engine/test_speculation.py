@@ -27,7 +27,7 @@ class Forced(Controller):
         order = (*self.arms[::-1], *self.arms)
         n = self.call % len(order)
         best = order[n] if n < len(self.arms) else PLAIN
-        return dataclasses.replace(self, call=self.call + 1, arm=order[n], best=best)
+        return dataclasses.replace(self.running(order[n], best, live), call=self.call + 1)
 
 
 def forced(name: str, **options) -> magicjax.Engine:
@@ -62,6 +62,32 @@ def test_greedy_texts_and_caches_do_not_depend_on_the_arms(name, tally):
     simulated = [one for one in engine._controller.acceptance.values() if one.simulated is not None]
     named = drafter.members() if members > 1 else [drafter]
     assert len(simulated) == sum(isinstance(each, TextLookup) for each in named)
+
+
+def test_a_draft_model_that_rests_drafts_for_new_requests_only(tally):
+    engine = engines.engine("small", adaptive=True, slots=2, rounds_per_step=1)
+    engine.warm_up()
+    controller, prompts = engine._controller, engines.prompts()[:3]
+    order = iter([PLAIN] * 2 + [max(controller.arms, key=lambda arm: arm.depth)] * 100)
+
+    class InOrder(Controller):
+        def chosen(self, live):
+            return self.running(*[next(order)] * 2, live)
+
+    engine._controller = InOrder(**vars(controller))
+    handles = [engine.submit(prompts[0]), engine.submit(prompts[1])]
+    for _ in range(6):
+        engine.step()
+        assert engine._controller.resting <= {0, 1} and engines.check_rows(engine)
+    assert engine._controller.resting
+    engine.run()
+    handles.append(engine.submit(prompts[2]))
+    engine.run()
+    results = [handle.result() for handle in handles]
+    rows = [result.tokens for result in results]
+    tally.compare(tiny.model(), prompts, map(engines.expected, range(3)), rows)
+    accepted = [result.stats.accepted for result in results]
+    assert accepted[2] > 2 * max(accepted[:2])
 
 
 @pytest.mark.slow
