@@ -52,6 +52,7 @@ class Settings:
       logprobs: for how many of the most likely tokens the log-probabilities are returned, besides
         those of the emitted tokens; None: no log-probabilities are computed.
       member_trees: of an ensemble's members in this program; None: those of the ensemble.
+      rows: of an engine, the first slots that a program decodes; None: all.
     """
 
     tree: Tree
@@ -67,6 +68,7 @@ class Settings:
     replicated_rows: bool = False
     logprobs: int | None = None
     member_trees: tuple[Tree, ...] | None = None
+    rows: int | None = None
 
     @property
     def groups(self) -> int:

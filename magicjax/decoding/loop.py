@@ -377,29 +377,10 @@ def decode(
     def goes_on(state):
         return ~state.ended.all()
 
-    return _run_while(goes_on, settings, target, drafter, state, transitions)
+    return run_while(goes_on, settings, target, drafter, state, transitions)
 
 
-def decode_until_row_ends(
-    settings: Settings,
-    target: Model,
-    drafter: Drafter | None,
-    state: DecodeState,
-    transitions: Transitions,
-) -> DecodeState:
-    """Returns the state after a row has ended, as `decode` otherwise; another can take its slot.
-
-    On a mesh, each group of devices stops when one of its own rows has ended.
-    """
-    before = state.ended
-
-    def goes_on(state):
-        return (state.ended == before).all() & ~state.ended.all()
-
-    return _run_while(goes_on, settings, target, drafter, state, transitions)
-
-
-def _run_while(
+def run_while(
     condition: Callable,
     settings: Settings,
     target: Model,
@@ -407,6 +388,8 @@ def _run_while(
     state: DecodeState,
     transitions: Transitions,
 ) -> DecodeState:
+    """Returns the state after `max_rounds` rounds, or when the condition on it is false."""
+
     def running(state):
         return target.layout.any_running(condition(state)) & (state.rounds < state.max_rounds)
 

@@ -24,7 +24,7 @@ _PROGRAMS: dict[str, tuple[Callable, dict]] = {
     "init": (loop.init_state, {"donate_argnums": (2, 9)}),
     "decode": (loop.decode, {"donate_argnums": 2}),
     "step": (loop.step, {"donate_argnums": 2}),
-    "decode_until_row_ends": (loop.decode_until_row_ends, {"donate_argnums": 2}),
+    "decode_until_row_ends": (slots.decode_until_row_ends, {"donate_argnums": 2}),
     "insert": (slots.insert, {"donate_argnums": 2}),
     "extract": (slots.extract, {}),
 }

@@ -1,5 +1,7 @@
 """The slots of an engine: `insert` writes the row of a request into one, `extract` copies one.
 
+`decode_until_row_ends` decodes all of them, or the first ones.
+
 On a mesh with several groups of devices along `data`, each group has its own slots. Slots are
 numbered over all groups: with 2 groups of 4 slots, the second group has slots 4 to 7. A single row
 is replicated, so that any group can take it.
@@ -12,8 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from magicjax.decoding.loop import DecodeState
+from magicjax.decoding.loop import DecodeState, run_while
 from magicjax.drafters.base import Drafter, extract_row, insert_row
+from magicjax.grammars.masking import Transitions
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.model import Model
 from magicjax.settings import Settings
@@ -52,6 +55,60 @@ def insert(
     if not settings.data_axes:
         return write(state)
     return jax.lax.cond(is_here, write, lambda state: state, state)
+
+
+def decode_until_row_ends(
+    settings: Settings,
+    target: Model,
+    drafter: Drafter | None,
+    state: DecodeState,
+    transitions: Transitions,
+) -> DecodeState:
+    """Returns the state after a row has ended, so that another can take its slot, or `max_rounds`.
+
+    On a mesh, each group of devices stops when one of its own rows has ended. With `settings.rows`
+    only the first slots are decoded, and their caches are read and written in place.
+    """
+    part = state if settings.rows is None else _first_rows(state, settings.rows)
+    before = part.ended
+
+    def goes_on(state):
+        return (state.ended == before).all() & ~state.ended.all()
+
+    part = run_while(goes_on, settings, target, drafter, part, transitions)
+    return part if settings.rows is None else _with_first_rows(state, part)
+
+
+def _first_rows(state: DecodeState, rows: int) -> DecodeState:
+    """Returns the first rows of a state, with the arrays of all rows in caches."""
+
+    def first(x):
+        if isinstance(x, KVCache):
+            return dataclasses.replace(x, lengths=x.lengths[:rows])
+        return x[:rows]
+
+    part = jax.tree.map(first, _per_row(state), is_leaf=_is_cache)
+    drafter = jax.tree.map(first, state.drafter, is_leaf=_is_cache)
+    shared = dict(rounds=state.rounds, max_rounds=state.max_rounds)
+    return dataclasses.replace(part, drafter=drafter, **shared)
+
+
+def _with_first_rows(state: DecodeState, part: DecodeState) -> DecodeState:
+    """Returns the state with the first rows of `_first_rows` after some rounds."""
+
+    def put(old, new):
+        if isinstance(old, KVCache):
+            return dataclasses.replace(new, lengths=put(old.lengths, new.lengths))
+        return jax.lax.dynamic_update_slice_in_dim(old, new, 0, 0)
+
+    rows = jax.tree.map(put, _per_row(state), _per_row(part), is_leaf=_is_cache)
+    drafter = jax.tree.map(put, state.drafter, part.drafter, is_leaf=_is_cache)
+    shared = dict(rounds=part.rounds, max_rounds=part.max_rounds)
+    return dataclasses.replace(rows, drafter=drafter, **shared)
+
+
+def _is_cache(x: Any) -> bool:
+    return isinstance(x, KVCache)
 
 
 def extract(

@@ -232,6 +232,14 @@ class Drafter(abc.ABC):
         return None
 
     @property
+    def takes_part(self) -> bool:
+        """Whether `propose` and `commit` take a part of an engine's rows.
+
+        Caches (`KVCache`) then have the arrays of all rows. Other arrays are those of the part.
+        """
+        return False
+
+    @property
     def can_rest(self) -> bool:
         """Whether plain rounds of an engine leave its state as it is.
 

@@ -172,6 +172,10 @@ class Ensemble(Drafter):
         return tuple(drafter.extract(own, slot) for drafter, own in members)
 
     @property
+    def takes_part(self) -> bool:
+        return all(drafter.takes_part for drafter in self.drafters)
+
+    @property
     def remembers(self) -> bool:
         return any(drafter.remembers for drafter in self.drafters)
 

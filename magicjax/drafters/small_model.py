@@ -236,6 +236,10 @@ class SmallModel(Drafter):
             )
 
     @property
+    def takes_part(self) -> bool:
+        return self.sparse is None
+
+    @property
     def can_rest(self) -> bool:
         return True
 

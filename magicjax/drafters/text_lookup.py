@@ -51,6 +51,10 @@ class TextLookup(Drafter):
           tree: what may be proposed.
         """
 
+    @property
+    def takes_part(self) -> bool:
+        return True
+
     def draw_methods(self, tree: Tree) -> set[str]:
         return {"top"}
 

@@ -7,6 +7,7 @@ prompt and parameters only.
 """
 
 import dataclasses
+import itertools
 import time
 from typing import Any
 
@@ -115,7 +116,8 @@ class Engine:
         assert isinstance(config.eos_token_id, tuple)  # set by `make_templates`
         self._eos = {*config.eos_token_id}
         self._loops = speculation.loops(slots, config.adaptive)
-        self._compiled: dict[Arm, Compiled] = {}  # the loops that have run
+        self._parts = speculation.parts(slots, config.slots)
+        self._compiled: dict[tuple[Arm, int], Compiled] = {}  # the loops that have run
         can_rest = slots.drafter is not None and slots.drafter.can_rest
         self._controller = Controller.create(self._loops, config.slots, can_rest=can_rest)
         self._counters = Counters(self._loops)
@@ -235,6 +237,8 @@ class Engine:
             self.submit(np.zeros(longest, np.int32), params)
             self.run()
         self._decode()  # these requests end at their first token
+        for settings, rows in itertools.product(self._loops.values(), self._parts):
+            speculation.variant(self._templates.slots, settings, rows).compiled(self._state)
         self.forget_prefixes()
         self.forget_texts()
         self._counters = Counters(self._loops)
@@ -292,9 +296,10 @@ class Engine:
         rounds = min(rounds, PROBE_ROUNDS) if controller.is_probe else rounds
         if rounds != self._max_rounds:
             state, self._max_rounds = runner.with_rounds(state, rounds), rounds
-        variant = speculation.variant(slots, self._loops, controller.arm)
-        if (loop := self._compiled.get(controller.arm)) is None:
-            loop = self._compiled[controller.arm] = variant.compiled(state)
+        rows = next(n for n in self._parts if n > max(live, default=0))
+        variant = speculation.variant(slots, self._loops[controller.arm], rows)
+        if (loop := self._compiled.get((controller.arm, rows))) is None:
+            loop = self._compiled[controller.arm, rows] = variant.compiled(state)
         s, seconds = runner.run_until_row_ends(variant.running, loop, state)
         simulated = {}
         if len(self._loops) > 1 and slots.drafter is not None:

@@ -134,10 +134,30 @@ def _check_timed(request: Request) -> None:
         ) from error
 
 
-def variant(request: Request, settings: Mapping[Arm, Settings], arm: Arm) -> Variant:
-    """Returns the loop of an arm; that of plain decoding runs no drafter that can rest."""
-    rests = not arm.depth and request.drafter is not None and request.drafter.can_rest
-    return Variant(request, settings[arm], "decode_until_row_ends", rests)
+def parts(request: Request, slots: int) -> tuple[int, ...]:
+    """Returns for how many of the first slots there are loops, increasing: 1, 4, 16, ..., all.
+
+    A loop for some of the slots has no padding for the others.
+    """
+    drafter = request.drafter
+    if request.settings.mesh is not None or not (drafter is None or drafter.takes_part):
+        return (slots,)
+    return (*itertools.takewhile(lambda n: n < slots, (4**n for n in itertools.count())), slots)
+
+
+def variant(request: Request, settings: Settings, rows: int) -> Variant:
+    """Returns the loop of an arm for the first rows; plain decoding runs no drafter that can rest.
+
+    Args:
+      request: of all slots.
+      settings: of the arm.
+      rows: one of `parts`.
+    """
+    drafter = request.drafter
+    rests = settings.shape.num_nodes == 1 and drafter is not None and drafter.can_rest
+    some = None if rows == len(request.prompts) else rows
+    settings = dataclasses.replace(settings, rows=some)
+    return Variant(request, settings, "decode_until_row_ends", rests)
 
 
 def time_rounds(
@@ -152,10 +172,11 @@ def time_rounds(
     """
     request = templates.slots
     lengths = sorted({1, max(1, 3 * templates.capacity // 4)})
-    variants = [variant(request, settings, arm) for arm in settings]
-    live = sorted({1, templates.config.slots})
+    live = sorted({1, *parts(request, templates.config.slots)})
     seconds: list[list[float]] = []
     for rows, length in itertools.product(live, lengths):
+        some = next(n for n in parts(request, templates.config.slots) if n >= rows)
+        variants = [variant(request, one, some) for one in settings.values()]
         state = _live(templates, state, length, rows)
         drafters = {id(request.drafter): state.drafter}
         times, state = paired_timing.time_interleaved(variants, state, drafters, REPEATS)

@@ -180,7 +180,8 @@ def _attention(
         if attend.live is not None:
             lengths = jnp.where(attend.live.any(1), lengths, 0)
         prefix = cache.k[0], cache.v[0], attend.slice(lengths)
-        options["first_row"] = attend.first_row
+        has_others = cache.k[0].shape[0] > q.shape[0] and attend.first_row is None
+        options["first_row"] = 0 if has_others else attend.first_row
     if window is not None:
         options["seen_from"] = attend.slice(attend.positions) - (window - 1)
     out, lse = tree_attention(
@@ -203,9 +204,10 @@ def _with_sinks(
 
 def empty_nodes(cache: KVCache | DraftCache | PagedCache, nodes: int, dtype: Any) -> KV:
     """Returns what `AttendLevel` fills: zeros for `nodes` tokens."""
+    batch = len(cache.live(0))
 
     def zeros(old):
-        batch, heads, _, size = old.shape
+        _, heads, _, size = old.shape
         return jnp.zeros((batch, nodes, heads, size), dtype)
 
     return tuple((zeros(k), zeros(v)) for k, v in zip(cache.k, cache.v, strict=True))

@@ -26,6 +26,9 @@ Layers = tuple[Float[Array, "B K S D"], ...]
 class KVCache:
     """All committed keys and values that later tokens can see.
 
+    The arrays may have more rows than B, of which the first B are the batch's: they are read and
+    written in place.
+
     Attributes:
       k, v: one array [B, K, S, D] per layer.
       lengths: int32 [B], the committed tokens. Slots without one hold finite garbage that later
@@ -78,9 +81,13 @@ def take_path(nodes: Float[Array, "B N K D"], path: Int[Array, "B A"]) -> Float[
     return jnp.take_along_axis(nodes, path[:, :, None, None], axis=1).swapaxes(1, 2)
 
 
-@jax.vmap
-def _write(slots: Float[Array, "K S D"], entries: Float[Array, "K A D"], start: Int[Array, ""]):
-    return jax.lax.dynamic_update_slice_in_dim(slots, entries, start, axis=1)
+def _write(
+    slots: Float[Array, "B K S D"], entries: Float[Array, "B K A D"], start: Int[Array, "B"]
+) -> Float[Array, "B K S D"]:
+    """Returns the slots with the entries of each row from `start` on."""
+    index = start[:, None] + jnp.arange(entries.shape[2])
+    rows = jnp.arange(len(entries))[:, None]
+    return slots.at[rows, :, index].set(entries.swapaxes(1, 2), mode="drop")
 
 
 def write_ring(
@@ -97,7 +104,7 @@ def write_ring(
     steps, size = jnp.arange(entries.shape[2]), slots.shape[2]
     live = (steps < count[:, None]) & (steps >= count[:, None] - size)
     index = jnp.where(live, (start[:, None] + steps) % size, size)  # out of bounds: dropped
-    rows = jnp.arange(len(slots))[:, None]
+    rows = jnp.arange(len(entries))[:, None]
     return slots.at[rows, :, index].set(entries.swapaxes(1, 2), mode="drop")
 
 
@@ -105,8 +112,7 @@ def append(cache: KVCache, kv: tuple, path: Int[Array, "B A"], count: Int[Array,
     """Returns the cache with the first `count` nodes of each row's path after its live entries.
 
     In a layer without a window, all A entries of the path are written at once; those from `count`
-    on land in dead slots. This requires S >= lengths + A: JAX would shift an update beyond the end
-    onto live entries.
+    on land in dead slots.
 
     Args:
       cache: the committed entries.

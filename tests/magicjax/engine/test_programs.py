@@ -14,6 +14,7 @@ import magicjax
 import models
 from magicjax import EngineConfig, SamplingParams
 from magicjax.decoding import program_cache, runner, slots
+from magicjax.engine import speculation
 from magicjax.engine.templates import make_templates, validated
 from magicjax.prediction import hlo
 from sharding import abstract_mesh, make_mesh
@@ -371,3 +372,23 @@ def test_prefill_in_a_row_copies_no_cache():
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes >= held
     assert memory.temp_size_in_bytes < held / 4
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads what XLA makes for a CPU")
+@pytest.mark.parametrize("tree", [magicjax.chain(3), magicjax.DynamicTree(6, 3, 2)])
+def test_a_loop_for_some_slots_copies_no_cache(tree):
+    from tests.magicjax.decoding.test_compiled import SMALL, WIDE, moved_caches
+
+    config = EngineConfig(slots=8, capacity=16_000, max_tokens=32, prefix_bytes=0)
+    small = magicjax.SmallModel(wide_model(SMALL))
+    templates = make_templates(wide_model(WIDE), small, tree, config, None)
+    request, state = templates.slots, runner.state_shapes(templates.slots)
+    assert speculation.parts(request, 8) == (1, 4, 8)
+    loop = speculation.variant(request, request.settings, 4).compiled(state)
+    caches = {"target": state.cache.k[0].size, "draft": state.drafter.cache.k[0].size}
+    of_part = {f"part of {name}": size // 2 for name, size in caches.items()}
+    assert moved_caches(loop, caches | of_part) == {}
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((state.cache, state.drafter)))
+    memory = loop.memory_analysis()
+    assert memory.alias_size_in_bytes >= 0.99 * held
+    assert memory.temp_size_in_bytes < held / 100
