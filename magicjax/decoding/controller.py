@@ -10,8 +10,9 @@ A drafter that does not draft has no new acceptance, unless it simulates its rou
 of the drafter that has been idle for longest. Probes are at most `PROBE_SHARE` of all rounds, and a
 drafter that could not gain if all its tokens were accepted is not probed.
 
-Plain rounds run no drafter that can rest (`Drafter.can_rest`). Rows that have had one emit a token
-per round whatever drafts, so a drafter with such rows only is not probed.
+Plain rounds do not run a drafter that can be disabled (`Drafter.can_be_disabled`), nor does prefill
+of a row that joins while they are the best. Speculation is then disabled for the row: it emits one
+token per round, whatever the arm, and a drafter is not probed for such rows alone.
 """
 
 import dataclasses
@@ -201,8 +202,8 @@ class Controller:
       until_last_row_ends: whether to minimise the time until the last row ends, rather than to
         maximise tokens per second.
       probes: their count and cost.
-      can_rest: whether plain rounds run no drafter.
-      resting: the live rows that do not draft any more.
+      can_be_disabled: whether plain rounds do not run the drafter.
+      disabled: the rows without speculation, until another request joins there.
     """
 
     arms: tuple[Arm, ...]
@@ -215,8 +216,8 @@ class Controller:
     live: int = 0
     until_last_row_ends: bool = False
     probes: Probes = Probes()
-    can_rest: bool = False
-    resting: frozenset[int] = frozenset()
+    can_be_disabled: bool = False
+    disabled: frozenset[int] = frozenset()
 
     @classmethod
     def create(
@@ -229,7 +230,7 @@ class Controller:
         rounds: float = FIRST_ROUNDS,
         times: RoundTimes | None = None,
         until_last_row_ends: bool = False,
-        can_rest: bool = False,
+        can_be_disabled: bool = False,
     ) -> "Controller":
         """Returns the choice before any acceptance is counted.
 
@@ -240,7 +241,7 @@ class Controller:
           rates: acceptance rates by depth, given that all tokens before are accepted; the last one
             also stands for deeper tokens. Empty: 0.
           rounds: the weight of these rates.
-          times, until_last_row_ends, can_rest: see the class.
+          times, until_last_row_ends, can_be_disabled: see the class.
         """
         arms = tuple(arms)
         first = first or max(arms, key=lambda arm: arm.depth)
@@ -256,7 +257,7 @@ class Controller:
             {name: Acceptance.known(rows, d, rates, rounds) for name, d in deepest.items()},
             times,
             until_last_row_ends=until_last_row_ends,
-            can_rest=can_rest,
+            can_be_disabled=can_be_disabled,
         )
 
     @property
@@ -264,14 +265,34 @@ class Controller:
         """Whether the next call is a probe, of at most `PROBE_ROUNDS` rounds."""
         return self.arm != self.best
 
-    def joined(self, slot: int) -> "Controller":
-        """Returns the choice after a request has joined; the one before it becomes history."""
+    def would_disable(
+        self, live: Mapping[int, tuple[int, int]], joining: Mapping[int, tuple[int, int]]
+    ) -> bool:
+        """Returns whether speculation should be disabled for rows that join.
+
+        Args:
+          live, joining: as for `chosen`, of other rows and of those that join.
+        """
+        joined = dataclasses.replace(self, disabled=self.disabled - joining.keys())
+        live = {**live, **joining}
+        return self.can_be_disabled and not joined.chosen(live).best.depth
+
+    def joined(self, slot: int, disabled: bool = False) -> "Controller":
+        """Returns the choice after a request has joined; the one before it becomes history.
+
+        Args:
+          slot: of the row.
+          disabled: whether speculation is disabled for it.
+        """
         histogram = self.histogram.copy()
         histogram[slot] = 0
         acceptance = {name: one.joined(slot) for name, one in self.acceptance.items()}
-        resting = self.resting - {slot}
+        others = self.disabled - {slot}
         return dataclasses.replace(
-            self, histogram=histogram, acceptance=acceptance, resting=resting
+            self,
+            histogram=histogram,
+            acceptance=acceptance,
+            disabled=others | {slot} if disabled else others,
         )
 
     def chosen(self, live: Mapping[int, tuple[int, int]]) -> "Controller":
@@ -294,10 +315,10 @@ class Controller:
 
     def running(self, arm: Arm, best: Arm, live: Iterable[int]) -> "Controller":
         """Returns the choice of an arm, which these live rows run."""
-        resting = self.resting
-        if self.can_rest and not arm.depth:
-            resting = resting.union(live)
-        return dataclasses.replace(self, arm=arm, best=best, resting=resting)
+        disabled = self.disabled
+        if self.can_be_disabled and not arm.depth:
+            disabled = disabled.union(live)
+        return dataclasses.replace(self, arm=arm, best=best, disabled=disabled)
 
     def _cost(self, arm: Arm, tokens: Float[np.ndarray, "B"], left: Int[np.ndarray, "B"]) -> float:
         """Returns the seconds per token of an arm, or those until the last row ends."""
@@ -311,7 +332,7 @@ class Controller:
         self, best: Arm, cost: float, rows: Sequence[int], left: Int[np.ndarray, "B"]
     ) -> Arm | None:
         """Returns the arm of a probe; None if no drafter is idle and could gain on these rows."""
-        drafts = np.array([row not in self.resting for row in rows])
+        drafts = np.array([row not in self.disabled for row in rows])
         idle = [
             name
             for name, one in self.acceptance.items()
@@ -328,7 +349,7 @@ class Controller:
         if not arm.depth:
             return np.ones(len(self.histogram))
         tokens = self.acceptance[arm.drafter].tokens(arm.depth)
-        tokens[list(self.resting)] = 1
+        tokens[list(self.disabled)] = 1
         return tokens
 
     def counted(
@@ -350,7 +371,7 @@ class Controller:
         if self.times is None or not rounds:
             return dataclasses.replace(self, histogram=histogram)
         since, times, probes = histogram - self.histogram, self.times, self.probes
-        since[list(self.resting)] = 0
+        since[list(self.disabled)] = 0
         if seconds is not None:
             times = times.corrected(self.arm, self.length, self.live, seconds / rounds)
         probes = dataclasses.replace(probes, rounds=probes.rounds + rounds)

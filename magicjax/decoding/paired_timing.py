@@ -95,13 +95,13 @@ class Variant(NamedTuple):
       request: with the models.
       settings: of the loop.
       program: the loop's name, "decode" or "decode_until_row_ends".
-      rests: whether the loop runs without the drafter, whose state stays as it is.
+      without_drafter: whether the loop runs without the drafter, whose state stays as it is.
     """
 
     request: Request
     settings: Settings
     program: str = "decode"
-    rests: bool = False
+    without_drafter: bool = False
 
     def compiled(self, state: DecodeState) -> jax.stages.Compiled:
         """Returns the loop for a state, or for its shapes."""
@@ -110,7 +110,11 @@ class Variant(NamedTuple):
     @property
     def running(self) -> Request:
         """The request that the loop runs."""
-        return dataclasses.replace(self.request, drafter=None) if self.rests else self.request
+        return (
+            dataclasses.replace(self.request, drafter=None)
+            if self.without_drafter
+            else self.request
+        )
 
 
 def time_variants(

@@ -232,18 +232,19 @@ class Drafter(abc.ABC):
         return None
 
     @property
-    def takes_part(self) -> bool:
-        """Whether `propose` and `commit` take a part of an engine's rows.
+    def takes_partial_batch(self) -> bool:
+        """Whether `propose` and `commit` take the first rows of an engine's batch alone.
 
-        Caches (`KVCache`) then have the arrays of all rows. Other arrays are those of the part.
+        Each `KVCache` then has the arrays of all rows, and other arrays are those of the part.
         """
         return False
 
     @property
-    def can_rest(self) -> bool:
-        """Whether plain rounds of an engine leave its state as it is.
+    def can_be_disabled(self) -> bool:
+        """Whether plain rounds of an engine need not run it.
 
-        A row that has had such a round does not draft any more.
+        `propose` and `commit` then find rows whose newest tokens the state lacks, and do nothing
+        for them.
         """
         return False
 

@@ -172,8 +172,8 @@ class Ensemble(Drafter):
         return tuple(drafter.extract(own, slot) for drafter, own in members)
 
     @property
-    def takes_part(self) -> bool:
-        return all(drafter.takes_part for drafter in self.drafters)
+    def takes_partial_batch(self) -> bool:
+        return all(drafter.takes_partial_batch for drafter in self.drafters)
 
     @property
     def remembers(self) -> bool:

@@ -69,7 +69,7 @@ class SmallModelState:
 
     @property
     def tokens(self) -> Int[Array, "B"]:
-        """The committed tokens of each row, backlog included; a row that has rested has too few."""
+        """The committed tokens that it has of each row, backlog included."""
         cache = self.cache
         own = cache.lengths if isinstance(cache, KVCache) else cache.count
         return own + self.backlog.count
@@ -236,11 +236,11 @@ class SmallModel(Drafter):
             )
 
     @property
-    def takes_part(self) -> bool:
+    def takes_partial_batch(self) -> bool:
         return self.sparse is None
 
     @property
-    def can_rest(self) -> bool:
+    def can_be_disabled(self) -> bool:
         return True
 
     def draw_methods(self, tree: Tree) -> set[str]:
@@ -314,8 +314,8 @@ class SmallModel(Drafter):
             its entries         0   2   NOT_RUN   ran = 2
             entries to commit   4   0   2         count = 1 + ran = 3
             new backlog         token of node 3   count = committed - ran = 1
-        A row that had ended (committed = 0), or that has rested, commits nothing and keeps its
-        backlog.
+        A row that had ended (committed = 0), or whose newest tokens the state lacks, commits
+        nothing and keeps its backlog.
         """
         path, old = outcome.path, state.backlog
         before = outcome.cache.lengths - outcome.committed

@@ -52,7 +52,7 @@ class TextLookup(Drafter):
         """
 
     @property
-    def takes_part(self) -> bool:
+    def takes_partial_batch(self) -> bool:
         return True
 
     def draw_methods(self, tree: Tree) -> set[str]:

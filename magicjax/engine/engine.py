@@ -18,7 +18,7 @@ from jaxtyping import Int
 
 from magicjax.checks import check_whole
 from magicjax.decoding import program_cache, runner
-from magicjax.decoding.controller import PROBE_ROUNDS, Arm, Controller, Probes
+from magicjax.decoding.controller import PLAIN, PROBE_ROUNDS, Arm, Controller, Probes
 from magicjax.decoding.loop import Prefilled
 from magicjax.decoding.validation import check_params
 from magicjax.drafters import Drafter
@@ -31,6 +31,7 @@ from magicjax.engine.scheduler import Scheduler
 from magicjax.engine.stall import StallBudget
 from magicjax.engine.stats import Counters, EngineStats
 from magicjax.engine.templates import (
+    empty_drafter,
     empty_layer_inputs,
     empty_row,
     empty_state,
@@ -116,10 +117,14 @@ class Engine:
         assert isinstance(config.eos_token_id, tuple)  # set by `make_templates`
         self._eos = {*config.eos_token_id}
         self._loops = speculation.loops(slots, config.adaptive)
-        self._parts = speculation.parts(slots, config.slots)
+        self._batch_sizes = speculation.batch_sizes(slots, config.slots)
         self._compiled: dict[tuple[Arm, int], Compiled] = {}  # the loops that have run
-        can_rest = slots.drafter is not None and slots.drafter.can_rest
-        self._controller = Controller.create(self._loops, config.slots, can_rest=can_rest)
+        can_be_disabled = (
+            config.adaptive and slots.drafter is not None and slots.drafter.can_be_disabled
+        )
+        self._controller = Controller.create(
+            self._loops, config.slots, can_be_disabled=can_be_disabled
+        )
         self._counters = Counters(self._loops)
         self._state = empty_state(self._templates)
         self._max_rounds = config.rounds_per_step  # of the state
@@ -237,7 +242,13 @@ class Engine:
             self.submit(np.zeros(longest, np.int32), params)
             self.run()
         self._decode()  # these requests end at their first token
-        for settings, rows in itertools.product(self._loops.values(), self._parts):
+        if (controller := self._controller).can_be_disabled:
+            plain: Any = dict(arms=(PLAIN,), arm=PLAIN, best=PLAIN)
+            self._controller = dataclasses.replace(controller, **plain)
+            self.submit(np.zeros(longest, np.int32), params)
+            self.run()
+            self._controller = controller
+        for settings, rows in itertools.product(self._loops.values(), self._batch_sizes):
             speculation.variant(self._templates.slots, settings, rows).compiled(self._state)
         self.forget_prefixes()
         self.forget_texts()
@@ -296,7 +307,7 @@ class Engine:
         rounds = min(rounds, PROBE_ROUNDS) if controller.is_probe else rounds
         if rounds != self._max_rounds:
             state, self._max_rounds = runner.with_rounds(state, rounds), rounds
-        rows = next(n for n in self._parts if n > max(live, default=0))
+        rows = next(n for n in self._batch_sizes if n > max(live, default=0))
         variant = speculation.variant(slots, self._loops[controller.arm], rows)
         if (loop := self._compiled.get((controller.arm, rows))) is None:
             loop = self._compiled[controller.arm, rows] = variant.compiled(state)
@@ -365,15 +376,28 @@ class Engine:
         if handle.request.params.prompt_logprobs is not None:
             cache, _ = empty_row(self._templates)
             (handle.prompt_logprobs,) = runner.prompt_logprobs(prefilling.request, cache)
-        row, finish_s = prefilling.finish(prefilled)
+        disabled = self._would_disable(handle)
         slot = self._scheduler.insert(handle)
+        row, finish_s = prefilling.finish(prefilled, disabled)
+        if disabled:
+            row = dataclasses.replace(row, drafter=empty_drafter(self._templates))
         self._state, insert_s = runner.insert(self._templates.slots, self._state, row, slot)
         self._counters.prefill_s += finish_s + insert_s
-        self._controller = self._controller.joined(slot)
+        self._controller = self._controller.joined(slot, disabled)
         self._store(Prefix(handle.request.prompt, row.cache, row.drafter))
         ended, first, logprobs = global_arrays.fetch((row.ended, row.pending, row.logprobs))
         self._ended[slot] = ended[0]
         self._deliver(handle, first, logprobs and logprobs[0], ended[0])
+
+    def _would_disable(self, handle: Handle) -> bool:
+        """Returns whether to disable speculation for a request, given the others until it ends."""
+        running, prefilling = self._scheduler.running, self._scheduler.prefilling
+        live = {slot: _lengths(one) for slot, one in running.items()}
+        others = (one for one, _ in prefilling if one is not handle)
+        coming = [handle, *others, *self._scheduler.waiting]
+        free = (slot for slot in range(self.config.slots) if slot not in running)
+        joining = dict(zip(free, map(_lengths, coming), strict=False))
+        return self._controller.would_disable(live, joining)
 
     def _deliver(
         self, handle: Handle, tokens: Int[np.ndarray, "T"], logprobs: LogProbs | None, ended: bool

@@ -45,8 +45,16 @@ class PrefillRow:
         self.layer_inputs = prefilled.stats.layer_inputs
         return prefilled, seconds
 
-    def finish(self, prefilled: Prefilled) -> tuple[DecodeState, float]:
-        """Returns the state of the row after the last piece, and the seconds."""
+    def finish(self, prefilled: Prefilled, disabled: bool) -> tuple[DecodeState, float]:
+        """Returns the state of the row after the last piece, and the seconds.
+
+        Args:
+          prefilled: the results of the last piece.
+          disabled: whether speculation is disabled for the row, whose state has no drafter's.
+        """
+        if disabled:
+            plain = dataclasses.replace(self.request, drafter=None)
+            return runner.init_state(plain, self.cache, prefilled)
         (reused,) = put_row(self.request, self.reused)
         previous = Previous(self.drafter_state, reused)
         return runner.init_state(self.request, self.cache, prefilled, previous)

@@ -134,30 +134,31 @@ def _check_timed(request: Request) -> None:
         ) from error
 
 
-def parts(request: Request, slots: int) -> tuple[int, ...]:
-    """Returns for how many of the first slots there are loops, increasing: 1, 4, 16, ..., all.
+def batch_sizes(request: Request, slots: int) -> tuple[int, ...]:
+    """Returns the batch sizes of the loops, increasing: 1, 4, 16, ... and all slots.
 
-    A loop for some of the slots has no padding for the others.
+    A loop decodes the first slots, without padding for the others.
     """
     drafter = request.drafter
-    if request.settings.mesh is not None or not (drafter is None or drafter.takes_part):
+    partial = drafter is None or drafter.takes_partial_batch
+    if request.settings.mesh is not None or not partial:
         return (slots,)
     return (*itertools.takewhile(lambda n: n < slots, (4**n for n in itertools.count())), slots)
 
 
 def variant(request: Request, settings: Settings, rows: int) -> Variant:
-    """Returns the loop of an arm for the first rows; plain decoding runs no drafter that can rest.
+    """Returns the loop of an arm for the first rows.
 
     Args:
       request: of all slots.
       settings: of the arm.
-      rows: one of `parts`.
+      rows: one of `batch_sizes`.
     """
-    drafter = request.drafter
-    rests = settings.shape.num_nodes == 1 and drafter is not None and drafter.can_rest
+    drafter, is_plain = request.drafter, settings.shape.num_nodes == 1
+    without_drafter = is_plain and drafter is not None and drafter.can_be_disabled
     some = None if rows == len(request.prompts) else rows
     settings = dataclasses.replace(settings, rows=some)
-    return Variant(request, settings, "decode_until_row_ends", rests)
+    return Variant(request, settings, "decode_until_row_ends", without_drafter)
 
 
 def time_rounds(
@@ -172,10 +173,10 @@ def time_rounds(
     """
     request = templates.slots
     lengths = sorted({1, max(1, 3 * templates.capacity // 4)})
-    live = sorted({1, *parts(request, templates.config.slots)})
+    live = sorted({1, *batch_sizes(request, templates.config.slots)})
     seconds: list[list[float]] = []
     for rows, length in itertools.product(live, lengths):
-        some = next(n for n in parts(request, templates.config.slots) if n >= rows)
+        some = next(n for n in batch_sizes(request, templates.config.slots) if n >= rows)
         variants = [variant(request, one, some) for one in settings.values()]
         state = _live(templates, state, length, rows)
         drafters = {id(request.drafter): state.drafter}

@@ -341,6 +341,11 @@ def empty_row(templates: Templates) -> tuple[KVCache, Any]:
     return _zeros(templates.row_shapes)
 
 
+def empty_drafter(templates: Templates) -> Any:
+    """Returns the drafter's state of one row without speculation."""
+    return _zeros(templates.row_shapes[1])
+
+
 def empty_layer_inputs(templates: Templates) -> dict[int, jax.Array]:
     """Returns the inputs of the layers that the drafter reads, zeros, of one row."""
     row = templates.row

@@ -184,8 +184,8 @@ def _run(session: Session, unit: int, found: Found) -> int:
         )
         if step >= rows_at and engine._scheduler.running:
             state, texts = engines.rows_of(engine)
-            rested = engines.rested_of(engine)
-            engines.check_state(state, texts, session.target, session.drafter, rested)
+            disabled = engines.disabled_rows(engine)
+            engines.check_state(state, texts, session.target, session.drafter, disabled)
             found.caches, rows_at = found.caches + len(texts), 10**9
     session.submitted += count
     _check_idle(session)

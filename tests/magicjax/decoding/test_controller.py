@@ -280,21 +280,25 @@ def test_probes_are_a_small_share_of_the_rounds_and_cost_what_is_reported():
     assert probes.lost_s == pytest.approx(probes.probed * (SECONDS[1] - SECONDS[0]), rel=0.05)
 
 
-def test_rows_that_have_rested_do_not_draft():
-    choice = dataclasses.replace(chooser(2), can_rest=True, acceptance={"one": known(2, 0.95)})
+def test_rows_after_a_plain_round_do_not_draft():
+    choice = dataclasses.replace(
+        chooser(2), can_be_disabled=True, acceptance={"one": known(2, 0.95)}
+    )
     live = {0: (10, 100), 1: (10, 100)}
     assert choice.chosen(live).arm.depth == 4
     slow = {arm: (9.0 if arm.depth else 1.0,) for arm in choice.arms}
-    rested = dataclasses.replace(choice, times=RoundTimes((1,), slow)).chosen(live)
-    assert rested.arm == PLAIN and rested.resting == {0, 1}
-    fast = dataclasses.replace(rested, times=choice.times)
+    plain = dataclasses.replace(choice, times=RoundTimes((1,), slow)).chosen(live)
+    assert plain.arm == PLAIN and plain.disabled == {0, 1}
+    fast = dataclasses.replace(plain, times=choice.times)
     for arm in fast.arms:
         np.testing.assert_array_equal(fast.tokens(arm), 1)
     assert fast.chosen(live).arm == PLAIN
     idle = {"one": dataclasses.replace(fast.acceptance["one"], idle=10**6)}
     assert not dataclasses.replace(fast, acceptance=idle).chosen(live).is_probe
+    assert plain.would_disable({}, live) and plain.would_disable({0: live[0]}, {1: live[1]})
+    assert not fast.would_disable({}, live) and fast.joined(1, disabled=True).disabled == {0, 1}
     joined = fast.joined(1)
-    assert joined.resting == {0} and joined.tokens(at(4))[1] > 3
+    assert joined.disabled == {0} and joined.tokens(at(4))[1] > 3
     histogram = np.array([[3, 0, 0, 0, 0], [0, 0, 0, 0, 3]])
     counted = joined.chosen(live).counted(histogram, 3, 3.0)
     np.testing.assert_array_equal(counted.acceptance["one"].tried[0], 0)

@@ -96,9 +96,9 @@ def rows_of(engine: magicjax.Engine) -> tuple[object, list[np.ndarray]]:
     return state, texts
 
 
-def rested_of(engine: magicjax.Engine) -> list[bool]:
-    """Returns for each row that is decoded whether its drafter has rested."""
-    return [slot in engine._controller.resting for slot in sorted(engine._scheduler.running)]
+def disabled_rows(engine: magicjax.Engine) -> list[bool]:
+    """Returns for each row that is decoded whether speculation is disabled."""
+    return [slot in engine._controller.disabled for slot in sorted(engine._scheduler.running)]
 
 
 def check_rows(engine: magicjax.Engine) -> int:
@@ -106,14 +106,14 @@ def check_rows(engine: magicjax.Engine) -> int:
     state, texts = rows_of(engine)
     if texts:
         drafter = engine._templates.row.drafter
-        check_state(state, texts, tiny.model(), drafter, rested_of(engine))
+        check_state(state, texts, tiny.model(), drafter, disabled_rows(engine))
     return len(texts)
 
 
-def check_state(state, texts, target, drafter, rested=()) -> None:
+def check_state(state, texts, target, drafter, disabled=()) -> None:
     """Asserts that a state's caches, as numpy arrays, are those of a fresh prefill of the texts.
 
-    Those of a drafter that has rested are those of the first tokens.
+    Without speculation a drafter has only the first tokens.
     """
     np.testing.assert_array_equal(state.cache.lengths, [len(text) - 1 for text in texts])
     np.testing.assert_array_equal(state.pending, [text[-1] for text in texts])
@@ -121,10 +121,10 @@ def check_state(state, texts, target, drafter, rested=()) -> None:
     if drafter is not None:
         for member, member_state in caches.states_of(drafter, state.drafter):
             drafted = texts
-            if any(rested):
+            if any(disabled):
                 known = np.asarray(member_state.tokens)
-                rows = zip(texts, known, rested, strict=True)
-                drafted = [text[: n + 1] if rests else text for text, n, rests in rows]
+                rows = zip(texts, known, disabled, strict=True)
+                drafted = [text[: n + 1] if disabled else text for text, n, disabled in rows]
             check_drafter(member, member_state, state.cache, drafted, target)
 
 

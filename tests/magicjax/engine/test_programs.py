@@ -383,7 +383,7 @@ def test_a_loop_for_some_slots_copies_no_cache(tree):
     small = magicjax.SmallModel(wide_model(SMALL))
     templates = make_templates(wide_model(WIDE), small, tree, config, None)
     request, state = templates.slots, runner.state_shapes(templates.slots)
-    assert speculation.parts(request, 8) == (1, 4, 8)
+    assert speculation.batch_sizes(request, 8) == (1, 4, 8)
     loop = speculation.variant(request, request.settings, 4).compiled(state)
     caches = {"target": state.cache.k[0].size, "draft": state.drafter.cache.k[0].size}
     of_part = {f"part of {name}": size // 2 for name, size in caches.items()}

@@ -64,7 +64,7 @@ def test_greedy_texts_and_caches_do_not_depend_on_the_arms(name, tally):
     assert len(simulated) == sum(isinstance(each, TextLookup) for each in named)
 
 
-def test_a_draft_model_that_rests_drafts_for_new_requests_only(tally):
+def test_after_plain_rounds_a_draft_model_drafts_for_new_requests_only(tally):
     engine = engines.engine("small", adaptive=True, slots=2, rounds_per_step=1)
     engine.warm_up()
     controller, prompts = engine._controller, engines.prompts()[:3]
@@ -78,8 +78,8 @@ def test_a_draft_model_that_rests_drafts_for_new_requests_only(tally):
     handles = [engine.submit(prompts[0]), engine.submit(prompts[1])]
     for _ in range(6):
         engine.step()
-        assert engine._controller.resting <= {0, 1} and engines.check_rows(engine)
-    assert engine._controller.resting
+        assert engine._controller.disabled <= {0, 1} and engines.check_rows(engine)
+    assert engine._controller.disabled
     engine.run()
     handles.append(engine.submit(prompts[2]))
     engine.run()
@@ -88,6 +88,30 @@ def test_a_draft_model_that_rests_drafts_for_new_requests_only(tally):
     tally.compare(tiny.model(), prompts, map(engines.expected, range(3)), rows)
     accepted = [result.stats.accepted for result in results]
     assert accepted[2] > 2 * max(accepted[:2])
+
+
+def test_requests_that_join_a_busy_engine_do_not_draft(tally):
+    engine = engines.engine("small", adaptive=True, slots=2)
+    engine.warm_up()
+    compiled, controller, prompts = program_cache.totals(), engine._controller, engines.prompts()
+    plain, drafts = ((1.0, 9.0), (2.0, 90.0)), max(controller.arms, key=lambda arm: arm.depth)
+    seconds = dict(zip((PLAIN, drafts), plain, strict=True))  # drafts pay for a single row
+    times = RoundTimes((1,), seconds, (1, 2))
+    arms: dict = dict(arms=(PLAIN, drafts), arm=drafts, best=drafts, times=times)
+    engine._controller = dataclasses.replace(controller, **arms)
+    handles = [engine.submit(prompt) for prompt in prompts[:2]]
+    while len(engine._scheduler.running) < 2:
+        engine.step()
+    assert engine._controller.disabled == {0, 1} and engines.check_rows(engine) == 2
+    engine.run()
+    handles.append(engine.submit(prompts[2]))
+    engine.run()
+    assert engine._controller.disabled == {1} and program_cache.totals() == compiled
+    results = [handle.result() for handle in handles]
+    rows = [result.tokens for result in results]
+    tally.compare(tiny.model(), prompts[:3], map(engines.expected, range(3)), rows)
+    accepted = [result.stats.accepted for result in results]
+    assert accepted[:2] == [0, 0] and accepted[2] > 0
 
 
 @pytest.mark.slow
