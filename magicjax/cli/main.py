@@ -17,7 +17,6 @@ COMMANDS = {  # the module of each is imported when it runs, because most import
     "generate": "continue a prompt",
     "chat": "talk to a model",
     "serve": "serve a model over HTTP, with OpenAI's API",
-    "bench-serve": "measure servers with OpenAI's API under load",
     "plan": "predict the speedup of speculative decoding on a machine",
     "fit": "check whether a workload fits GPUs or TPUs that are not attached",
     "calibrate": "measure this device for `magicjax plan`",
