@@ -112,7 +112,9 @@ def _load(
     sharding_of = None
     if mesh is not None:
         config = config_of(source)
-        module = models.build(config, weights=matrix_formats(source, form, alike=stages > 1))
+        module = models.build(
+            config, weights=matrix_formats(source, form, alike=offload or stages > 1)
+        )
         sharding_of = placement.parameter_shardings(module, shards, mesh)
         pipeline_stages.check_layers(config, stages)
     if (path := directory_of(source)) is None:
@@ -284,6 +286,7 @@ def skeleton(
     *,
     weights: str | models.WeightFormat | None = None,
     shards: int | None = None,
+    stages: int = 1,
     offload: bool = False,
     tokenizer: Any = None,
     packed: bool = True,
@@ -295,13 +298,14 @@ def skeleton(
     `with_weights` loads it. The blocks of an offloaded model are shapes.
 
     Args:
-      source, dtype, weights, shards, offload, draft_vocab: as for `load`.
+      source, dtype, weights, shards, stages, offload, draft_vocab: as for `load`.
       tokenizer: of the model; None: that of the source, if it has one.
       packed: whether matrices of a GGUF file stay as they are, and others can be rounded to its
         types, as `load` does on a CPU without a mesh.
     """
     tokenizer = load_tokenizer(source) if tokenizer is None else tokenizer
-    formats = matrix_formats(source, weights, dtype, packed=packed, alike=offload)
+    alike = offload or stages > 1
+    formats = matrix_formats(source, weights, dtype, packed=packed, alike=alike)
     module = models.build(config_of(source), dtype, formats)
     layout = Offloaded(offloading.shapes(module)) if offload else Resident()
     directory = directory_of(source, weights=False)

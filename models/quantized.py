@@ -185,10 +185,18 @@ class MatrixFormats:
           inputs: the inputs of each matrix of a block, by name, on one of `shards` devices.
           shards: for the message.
         """
-        for text in sorted({text for _, text in self.texts if text not in PACKED}):
+        texts = sorted({text for _, text in self.texts if text not in PACKED})
+        for text in texts:
             names = {name.partition("/")[2] for name, own in self.texts if own == text}
             sizes = {name: size for name, size in inputs.items() if name in names}
-            WeightFormat.parse(text).check(sizes, shards)
+            try:
+                WeightFormat.parse(text).check(sizes, shards)
+            except ValueError as error:
+                if len(texts) == 1:
+                    raise
+                raise ValueError(
+                    f"{error}, which round matrices in other formats, or weights='none'"
+                ) from error
 
     def __bool__(self) -> bool:
         return bool(self.texts)

@@ -278,9 +278,10 @@ def chosen_format(
     exact = own if weights is None else None
     if isinstance(weights, WeightFormat):
         exact = with_smaller_groups(own, weights)
-    if exact is None:
+    in_part = len(forms) < len(found)
+    if exact is None or (in_part and weights is not None and not exact.is_rounding):
         return rounded_format(weights)
-    if len(forms) < len(found) and not exact.is_rounding:
+    if in_part and not exact.is_rounding:
         raise ValueError(
             f"{name} is quantized ({own}) in some layers or experts only, which have one format "
             "here: pass weights='none' or 'int8'"
@@ -296,8 +297,8 @@ def _common_format(name: str, found: Iterable[tuple[WeightFormat, int]]) -> Weig
     forms = {form for form, _ in found}
     if len(kinds := {form.is_float for form in forms}) > 1:
         raise ValueError(
-            f"{name} has integers in some layers and float8 in others, which have one format here: "
-            "pass weights='none' or 'int8'"
+            f"{name} has integers in some layers or experts and float8 in others, which have one "
+            "format here: pass weights='none' or 'int8'"
         )
     group = None
     if any(form.group is not None for form in forms):

@@ -133,7 +133,7 @@ def summary(load: Any, counted: Any, compiled: dict | None, memory: int) -> dict
             name: max(0, program["temporary bytes"] - counted.streamed)
             for name, program in compiled.items()
         }
-    weights = matrix_formats(load.target, load.weights, alike=load.offload)
+    weights = matrix_formats(load.target, load.weights, alike=load.offload or load.stage > 1)
     total = counted.resident + max(temporary.values())
     usable = int(USABLE * memory)
     max_context = load.context + math.floor((usable - total) / counted.per_context_token)
@@ -142,7 +142,7 @@ def summary(load: Any, counted: Any, compiled: dict | None, memory: int) -> dict
         | {
             "backend": counted.backend,
             "micro_batches": counted.micro_batches,
-            "weights": weights and str(weights),
+            "weights": str(weights) if weights else None,
         },
         "bytes on each device": {
             "weights": counted.weights,

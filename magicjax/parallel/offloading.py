@@ -126,10 +126,10 @@ def check_offload(offload: Any) -> None:
         )
 
 
-def describe(offload: bool, weights: models.MatrixFormats) -> str:
+def describe(offload: bool, weights: models.MatrixFormats | str | None) -> str:
     """Returns the suffix of a table's title; empty without offloading and quantization.
 
-    `weights` are the formats of the model's quantized matrices.
+    `weights` are the formats of the model's quantized matrices, or their text.
     """
     return f", {weights} weights" * bool(weights) + ", offloaded" * offload
 

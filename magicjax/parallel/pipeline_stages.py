@@ -44,6 +44,15 @@ def check_layers(config: Any, stages: int) -> None:
     )
 
 
+def check_formats(formats: models.MatrixFormats, layers: int) -> None:
+    """Raises ValueError unless the matrices of all layers have the same formats."""
+    if not formats.are_alike(layers):
+        raise ValueError(
+            f"the target's layers have matrices in several formats ({formats}), and stages need "
+            "the same in each: load the target with the mesh"
+        )
+
+
 def check_micro_batches(micro_batches: int | None, rows: int, stages: int) -> None:
     """Raises ValueError unless `micro_batches` divides the rows of a device group."""
     if micro_batches is None:

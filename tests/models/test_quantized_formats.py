@@ -125,16 +125,24 @@ def test_layers_in_one_format_can_be_stacked(tmp_path, eight):
         magicjax.offload(magicjax.load(folder, "float32"))
 
 
-def test_layers_that_cannot_be_stacked_are_refused(tmp_path):
+def refused_on_stages(folder):
+    mesh = magicjax.make_mesh(stage=2, devices=jax.devices()[:2])
+    with pytest.raises(ValueError, match="stages need the same in each: load the target with the"):
+        greedy(magicjax.load(folder, "float32"), mesh)
+    return True
+
+
+def test_layers_that_cannot_be_stacked_are_refused(tmp_path, eight):
     folder, _ = write_pair(tmp_path, "packed, zeros", IGNORED)
     with pytest.raises(
         ValueError, match="^attention/q is quantized .* in some layers .* or 'int8'"
     ):
         magicjax.load(folder, "float32", offload=True)
+    assert eight(refused_on_stages, folder=str(folder))
     assert str(magicjax.load(folder, weights="int8", offload=True).weights) == "int8"
     (tmp_path / "mixed").mkdir()
     mixed, _ = write_pair(tmp_path / "mixed", ("packed", "float8"))
-    with pytest.raises(ValueError, match="q has integers in some layers and float8 in others"):
+    with pytest.raises(ValueError, match="q has integers in some .* and float8 in others"):
         magicjax.load(mixed, "float32", offload=True)
 
 

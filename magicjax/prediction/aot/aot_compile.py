@@ -125,7 +125,8 @@ def abstract_request(load: Workload, mesh: AnyMesh) -> Request:
         backend="xla",  # for this machine; set for the device below
         mesh=mesh,
     )
-    target = model(load.target, offload=load.offload, weights=load.weights)
+    stored: Any = dict(stages=load.stage, offload=load.offload, weights=load.weights)
+    target = model(load.target, **stored)
     params = SamplingParams(max_tokens=load.max_tokens)
     request = validate(target, list(rows), params, options)
     request = place(request, load.micro_batches, put=shape)

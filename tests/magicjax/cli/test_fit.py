@@ -48,6 +48,8 @@ def test_without_the_compiler_the_report_is_an_estimate(run, monkeypatch):
     monkeypatch.setattr(fit, "_compiler", fails)
     code, out, _ = run("fit", "--target", "llama-3.2-1b", *LOAD)
     assert code == 0 and "the compiler cannot be downloaded: no network" in out
+    found = json.loads(run("fit", "--target", "llama-3.2-1b", *LOAD, "--json")[1])
+    assert found["workload"]["weights"] is None
 
 
 @pytest.mark.slow
