@@ -16,6 +16,7 @@ token per round, whatever the arm, and a drafter is not probed for such rows alo
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -32,6 +33,7 @@ MAX_CORRECTION = 1.25  # of an arm's seconds by one call: one call can be slow f
 PROBE_SHARE = 0.02  # of all rounds
 PROBE_ROUNDS = 2  # of a probe
 FREE_PROBE_ROUNDS = 4  # before any are earned
+ENDLESS = 1 << 20  # new tokens of a row that ends after many rounds
 IDLE_ROUNDS = 32  # without new acceptance, before a drafter is probed
 
 Table = Float[np.ndarray, "B D"]
@@ -273,9 +275,10 @@ class Controller:
         Args:
           live, joining: as for `chosen`, of other rows and of those that join.
         """
-        joined = dataclasses.replace(self, disabled=self.disabled - joining.keys())
-        live = {**live, **joining}
-        return self.can_be_disabled and not joined.chosen(live).best.depth
+        if not self.can_be_disabled:
+            return False
+        joined = functools.reduce(Controller.joined, joining, self)
+        return not joined.chosen({**live, **joining}).arm.depth  # a probe needs rows that draft
 
     def joined(self, slot: int, disabled: bool = False) -> "Controller":
         """Returns the choice after a request has joined; the one before it becomes history.
@@ -306,6 +309,8 @@ class Controller:
         longest = max(length for length, _ in live.values())
         new = dataclasses.replace(self, length=longest, live=len(live))
         left = np.array([left for _, left in live.values()])
+        if self.can_be_disabled:  # a choice for the whole rest of the requests
+            left = np.maximum(left, ENDLESS)
         costs = {arm: new._cost(arm, new.tokens(arm)[list(live)], left) for arm in self.arms}
         best = min(costs, key=lambda arm: costs[arm])
         if costs[self.best] <= (1 + HYSTERESIS) * costs[best]:

@@ -64,7 +64,7 @@ def decode_until_row_ends(
     state: DecodeState,
     transitions: Transitions,
 ) -> DecodeState:
-    """Returns the state after a row has ended, so that another can take its slot, or `max_rounds`.
+    """Returns the state after a row has ended, or after `max_rounds`; another can take its slot.
 
     On a mesh, each group of devices stops when one of its own rows has ended. With `settings.rows`
     only the first slots are decoded, and their caches are read and written in place.

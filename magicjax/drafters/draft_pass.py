@@ -155,8 +155,8 @@ class DraftContext:
           tokens, positions: of the pass.
           attend: the attention to the prefix and the entries.
           features: of a learned head, the hidden state of each token's parent; None: of others.
-          live: False for padding, which like rows that do not draft is zeros, which native products
-            skip; None: there is none.
+          live: False for padding. Padding, and rows that do not draft, are zeros, which native
+            products skip. None: no padding.
         """
         live = self.runs[:, None] if live is None else live & self.runs[:, None]
         live = jnp.broadcast_to(live, tokens.shape)

@@ -195,7 +195,7 @@ def _most_probable_tree(
     score, chosen = jax.lax.top_k(candidates.score, tree.nodes - 1)
     order = jnp.argsort(chosen)  # parents first, siblings best first
     chosen, score = (jnp.take_along_axis(x, order, 1) for x in (chosen, score))
-    exists: Bool[Array, "B N-1"] = score > -jnp.inf
+    exists: Bool[Array, "B N-1"] = (score > -jnp.inf) & context.runs[:, None]
     entry, parent, tokens = (
         jnp.take_along_axis(x, chosen, 1)
         for x in (candidates.entry, candidates.parent, candidates.tokens)

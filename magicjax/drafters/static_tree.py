@@ -76,7 +76,8 @@ def draft_static_tree(context: DraftContext, tree: TokenTree) -> tuple[Proposal,
         to = context.cache, drafted, entries, mask, context.backend
         attend = AttendLevel(*to, positions=positions)
         features = outputs[:, parent_of[level]] if is_head else None
-        hidden, drafted = context.run(tokens, positions, attend, features)
+        live = jnp.broadcast_to(level < n, tokens.shape)
+        hidden, drafted = context.run(tokens, positions, attend, features, live)
         if is_head:
             outputs = outputs.at[:, level].set(hidden, mode="drop")
         return (choose(nodes, hidden, level), drafted, outputs), None

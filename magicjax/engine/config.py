@@ -47,7 +47,8 @@ class EngineConfig:
       adaptive: whether each call of the loop runs what has the most expected tokens per second:
         plain decoding, or a drafter with a depth up to that of its tree. Rounds of each are
         compiled and timed by `Engine.warm_up`, or before the first request. Sampled requests are
-        then verified by naive, whose text does not depend on what drafts.
+        then verified by naive, whose text does not depend on what drafts. A draft model does not
+        draft any more for requests that have decoded plainly.
       queue_limit: the most requests that wait for a slot.
       prefix_bytes: the most bytes of prompts and answers that are stored on the device, on a mesh
         in each group of devices; 0 to store none; None for as many rows as slots, at most 4.

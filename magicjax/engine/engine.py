@@ -55,7 +55,8 @@ class Engine:
 
     Greedy requests get the text of `magicjax.generate` for their prompt alone, sampled ones that of
     `generate` with their seed, whoever shares the batch. Both hold up to float32 rounding, which
-    can decide ties. After `warm_up`, or after the first requests of each kind, nothing is compiled.
+    can decide ties. Nothing is compiled after `warm_up`; without it, programs are compiled at their
+    first use, those of the loop for 1, 4, 16, ... slots.
 
     ::
 

@@ -10,6 +10,7 @@ round's verification result, and therefore on all reads of the round.
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -82,16 +83,17 @@ def take_path(nodes: Float[Array, "B N K D"], path: Int[Array, "B A"]) -> Float[
 
 
 def _write(
-    slots: Float[Array, "B K S D"], entries: Float[Array, "B K A D"], start: Int[Array, "B"]
-) -> Float[Array, "B K S D"]:
-    """Returns the slots with the entries of each row from `start` on."""
+    slots: Float[Array, "R K S D"], entries: Float[Array, "B K A D"], start: Int[Array, "B"]
+) -> Float[Array, "R K S D"]:
+    """Returns the slots with the entries of the first B rows from `start` on."""
     index = start[:, None] + jnp.arange(entries.shape[2])
-    rows = jnp.arange(len(entries))[:, None]
-    return slots.at[rows, :, index].set(entries.swapaxes(1, 2), mode="drop")
+    at = slots.at[jnp.arange(len(entries))[:, None], :, index]
+    options: Any = dict(mode="drop", indices_are_sorted=True, unique_indices=True)
+    return at.set(entries.swapaxes(1, 2), **options)
 
 
 def write_ring(
-    slots: Float[Array, "B K S D"],
+    slots: Float[Array, "R K S D"],
     entries: Float[Array, "B K A D"],
     start: Int[Array, "B"],
     count: Int[Array, "B"],

@@ -304,6 +304,39 @@ def test_rows_after_a_plain_round_do_not_draft():
     np.testing.assert_array_equal(counted.acceptance["one"].tried[0], 0)
 
 
+def test_a_draft_model_recovers_by_probes_of_requests_that_join():
+    choice = dataclasses.replace(
+        chooser(1), can_be_disabled=True, acceptance={"one": known(1, 0.9)}
+    )
+    live, depths = {0: (1, 1000)}, []
+    for request in range(150):
+        choice = choice.joined(0, choice.would_disable({}, live))
+        rate = 0.0 if request < 15 else 0.9
+        for _ in range(3):
+            rates = [0.0 if choice.disabled else rate]
+            depth, choice = simulate(choice, 1, rates)
+            depths += depth
+    assert depths[45 - 12 : 45].count(0) >= 8 and depths[-3:] == [4] * 3
+
+
+def test_a_row_with_one_token_left_does_not_disable_its_neighbours():
+    choice = dataclasses.replace(
+        chooser(2), can_be_disabled=True, acceptance={"one": known(2, 0.9)}
+    )
+    assert choice.chosen({0: (10, 1), 1: (10, 500)}).arm.depth == 4
+
+
+def test_a_request_that_joins_is_not_judged_by_the_one_before():
+    seconds = {0: 1.0, 1: 1.3, 2: 1.6, 4: 2.2}
+    choice = dataclasses.replace(chooser(2, seconds), can_be_disabled=True)
+    acceptance = known(2, 0.9)
+    acceptance.tried[0], acceptance.accepted[0] = 20, 0  # of the request before in slot 0
+    acceptance.tried[1], acceptance.accepted[1] = 20, 18
+    choice = dataclasses.replace(choice, acceptance={"one": acceptance})
+    live = {0: (10, 100), 1: (10, 100)}
+    assert choice.tokens(at(4))[0] < 2 and not choice.would_disable({1: live[1]}, {0: live[0]})
+
+
 def known(rows: int, rate: float) -> Acceptance:
     return Acceptance.known(rows, 4, [rate], 100)
 

@@ -74,12 +74,18 @@ def test_after_plain_rounds_a_draft_model_drafts_for_new_requests_only(tally):
         def chosen(self, live):
             return self.running(*[next(order)] * 2, live)
 
+        def would_disable(self, live, joining):
+            return False
+
     engine._controller = InOrder(**vars(controller))
     handles = [engine.submit(prompts[0]), engine.submit(prompts[1])]
     for _ in range(6):
         engine.step()
-        assert engine._controller.disabled <= {0, 1} and engines.check_rows(engine)
-    assert engine._controller.disabled
+        assert engines.check_rows(engine)
+    state, texts = engines.rows_of(engine)
+    missing = np.array([len(text) - 1 for text in texts]) - np.asarray(state.drafter.tokens)
+    assert engine.stats.rounds_by_arm[PLAIN] and engine._controller.disabled == {0, 1}
+    assert (missing > 0).all() and (np.asarray(state.drafter.tokens) > 0).all()
     engine.run()
     handles.append(engine.submit(prompts[2]))
     engine.run()
