@@ -24,8 +24,9 @@ from models.eagle import EagleConfig
 from models.eagle_checkpoints import tensors_of, to_stored
 from models.families import FAMILIES
 from models.hf_config import write_config
+from models.hf_parameters import parameter_shapes
 from models.hf_tensors import UNEMBEDDING, Tensor
-from models.huggingface import INDEX, QUANTIZATION, SINGLE, parameter_shapes
+from models.huggingface import INDEX, QUANTIZATION, SINGLE
 from models.quantized import MatrixFormats, WeightFormat
 from models.quantized_checkpoints import Matrix, pack
 

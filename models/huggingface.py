@@ -1,73 +1,63 @@
-"""Reads checkpoints in Hugging Face's directory format: config.json, safetensors, tokenizer files.
+"""Reads directories of Hugging Face's format: config.json, safetensors, tokenizer files."""
 
-Files are memory-mapped, and each device receives only its part of every tensor, so that reading a
-model needs the host memory of a few parameters.
-"""
-
-import collections
-import concurrent.futures
-import contextlib
 import dataclasses
 import functools
-import itertools
 import json
 import math
 import os
 import pathlib
 import re
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
-import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors
 
 from models import eagle_checkpoints
-from models.build import ShardingFn, abstract_params, blocks_in, build
+from models.build import ShardingFn, blocks_in, build
 from models.decoder import DecoderConfig
 from models.eagle import EagleConfig
 from models.eagle_checkpoints import tensors_of
 from models.families import FAMILIES, TEXT_DECODERS
 from models.hf_config import check_type, drafter_head, read_config, text_decoder
+from models.hf_parameters import (
+    Found,
+    named,
+    parameter_reader,
+    parameter_shapes,
+    read_block,
+    read_params,
+)
 from models.hf_tensors import (
     DTYPES,
     GGUF_INDEX,
     IGNORED,
     UNEMBEDDING,
     Stored,
-    Tensor,
-    mapped_tensors,
     read_tensor,
 )
 from models.quantized import (
-    BLOCK,
     NONE,
     MatrixFormats,
     WeightFormat,
     check_fits,
     parse_weights,
-    quantize,
     rounded_format,
 )
 from models.quantized_checkpoints import (
-    Matrix,
     QuantizationConfig,
     chosen_format,
     gather,
-    holds,
     matrix_format,
     missing_parts,
-    parameters,
     part_dtypes,
-    read_matrix,
     read_quantization_config,
 )
 from pallas_kernels.cpu import build as cpu_build
-from pallas_kernels.cpu.packed import FLOATS, ROUNDED, pack
+from pallas_kernels.cpu.packed import FLOATS, ROUNDED
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -98,7 +88,6 @@ SAMPLING_TYPES = {  # of those that are used
     "min_p": float,
     "repetition_penalty": float,
 }
-MAX_READERS = 4  # threads that read and dequantize parameters, one each
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -124,11 +113,6 @@ class Checkpoint:
     @property
     def config(self) -> DecoderConfig:
         return self.module.config
-
-
-_Place = Stored | dict[str, Stored]  # of a tensor, or of the parts of a quantized matrix
-_Found = tuple[Tensor, _Place]
-_Read = Callable[[Tensor, _Place], dict[tuple[str, ...], np.ndarray]]
 
 
 def load_checkpoint(
@@ -178,10 +162,10 @@ def load_checkpoint(
     if not formats:
         formats = _formats(config, quantization, stored, form, alike=lazy_blocks)
     module = build(config, dtype, formats)
-    read = _parameter_reader(module, quantization, path)
-    params = _read_params(module, stored, read, sharding_of, lazy_blocks)
-    read_block = functools.partial(_read_block, stored, read)
-    return Checkpoint(module, params, read_block, **special_tokens(path))
+    read = parameter_reader(module, quantization, path)
+    params = read_params(module, stored, read, sharding_of, lazy_blocks)
+    of_layer = functools.partial(read_block, stored, read)
+    return Checkpoint(module, params, of_layer, **special_tokens(path))
 
 
 def stored_dtype(path: str | os.PathLike) -> np.dtype:
@@ -428,16 +412,7 @@ def _scan(path: pathlib.Path, config: DecoderConfig) -> dict[str, Stored]:
     return {n if n.startswith(known) else prefix + n: where for n, where in stored.items()}
 
 
-@functools.lru_cache(maxsize=8)  # tracing a model of 80 layers is slow
-def parameter_shapes(
-    config: DecoderConfig, weights: MatrixFormats | None = None
-) -> dict[tuple[str, ...], Any]:
-    """Returns boxes with shape and logical axes of every parameter, by path."""
-    boxed = abstract_params(build(config, weights=weights))["params"]
-    return flax.traverse_util.flatten_dict(boxed)
-
-
-def _open(path: pathlib.Path) -> tuple[DecoderConfig, QuantizationConfig | None, list[_Found]]:
+def _open(path: pathlib.Path) -> tuple[DecoderConfig, QuantizationConfig | None, list[Found]]:
     """Returns config, quantization and all tensors of a directory.
 
     Reads the files' headers, a tied matrix that is stored twice, and biases that should be zero.
@@ -454,7 +429,7 @@ def _open(path: pathlib.Path) -> tuple[DecoderConfig, QuantizationConfig | None,
 def _formats(
     config: DecoderConfig,
     quantization: QuantizationConfig | None,
-    stored: list[_Found],
+    stored: list[Found],
     weights: WeightFormat | str | None,
     alike: bool,
 ) -> MatrixFormats:
@@ -470,7 +445,7 @@ def _formats(
         if tensor.is_block_matrix:
             shape, form = tensor.matrix_shape(shapes[tensor.path].value.shape), None
             if not isinstance(where, Stored):
-                with _named(tensor):
+                with named(tensor):
                     form = matrix_format(quantization, where, shape)
             found.setdefault(str(tensor.matrix), []).append((form, shape[1]))
     if weights == NONE or not any(form for forms in found.values() for form, _ in forms):
@@ -490,7 +465,7 @@ def _formats(
 
 def _match(
     config: DecoderConfig, stored: dict[str, Stored], quantization: QuantizationConfig | None
-) -> list[_Found]:
+) -> list[Found]:
     """Returns each tensor of the config with its place in the files; raises with all mismatches.
 
     The place of a quantized matrix is that of its parts.
@@ -562,7 +537,7 @@ def _bits(where: Stored) -> np.ndarray:
     return np.ascontiguousarray(read_tensor(where)).view(np.uint8)
 
 
-def _common_dtype(stored: list[_Found]) -> np.dtype:
+def _common_dtype(stored: list[Found]) -> np.dtype:
     plain = [where for _, where in stored if isinstance(where, Stored)]
     names = sorted({where.dtype for where in plain if where.dtype in DTYPES})
     if len(names) > 1:
@@ -570,156 +545,3 @@ def _common_dtype(stored: list[_Found]) -> np.dtype:
             f"the tensors have several dtypes ({', '.join(names)}): pass dtype to convert them"
         )
     return np.dtype(DTYPES[names[0]])
-
-
-def _read_params(
-    module: nn.Module,
-    stored: list[_Found],
-    read: _Read,
-    sharding_of: ShardingFn | None,
-    lazy_blocks: bool,
-) -> Any:
-    boxes = parameter_shapes(module.config, module.weights)
-
-    flat = dict[tuple[str, ...], jax.Array]()
-
-    def put(read_in_a_thread: concurrent.futures.Future) -> None:
-        for found in read_in_a_thread.result():
-            for path, values in found.items():
-                is_integer = values.dtype in (np.int32, np.uint8)  # of a map, or packed
-                dtype = values.dtype if is_integer or len(found) > 1 else module.dtype
-                flat[path] = _put(values, dtype, sharding_of and sharding_of(boxes[path].names))
-
-    wanted = (
-        tensors
-        for tensors in _by_parameter(stored)
-        if not (lazy_blocks and tensors[0][0].path[0].startswith(BLOCK))
-    )
-    # The parameters of a fused matrix are read in one thread, which unpacks it once.
-    by_tensor = [list(group) for _, group in itertools.groupby(wanted, lambda x: x[0][0].name)]
-    readers = min(MAX_READERS, os.cpu_count() or 1)
-    with concurrent.futures.ThreadPoolExecutor(readers) as pool:
-        reading = collections.deque[concurrent.futures.Future]()
-        for parameters in by_tensor:
-            reading.append(
-                pool.submit(lambda x: [_read_parameter(each, read) for each in x], parameters)
-            )
-            if len(reading) > readers:
-                put(reading.popleft())  # in this thread, to which JAX's settings can apply alone
-        for each in reading:
-            put(each)
-    return {"params": flax.traverse_util.unflatten_dict(flat)}
-
-
-def _read_block(stored: list[_Found], read: _Read, index: int) -> dict[str, Any]:
-    flat = dict[tuple[str, ...], np.ndarray]()
-    for tensors in _by_parameter(stored):
-        if tensors[0][0].path[0] == f"{BLOCK}{index}":
-            found = _read_parameter(tensors, read)
-            flat |= {path[1:]: values for path, values in found.items()}
-    return flax.traverse_util.unflatten_dict(flat)
-
-
-def _by_parameter(stored: list[_Found]) -> Iterator[list[_Found]]:
-    """Yields the tensors of each parameter, one unless each expert has its own."""
-    for _, found in itertools.groupby(stored, lambda found: found[0].path):
-        yield list(found)
-
-
-def _read_parameter(tensors: list[_Found], read: _Read) -> dict[tuple[str, ...], np.ndarray]:
-    """Returns the parameters of the tensors of `_by_parameter`, as `_parameter_reader` does."""
-    if tensors[0][0].expert is None:
-        return read(*tensors[0])
-    parts = [read(*found) for found in tensors]
-    # Scales and zero points have their groups first.
-    return {
-        path: np.stack([part[path] for part in parts], int(path[-1] in ("scale", "zero")))
-        for path in parts[0]
-    }
-
-
-def _parameter_reader(
-    module: nn.Module, quantization: QuantizationConfig | None, path: pathlib.Path
-) -> _Read:
-    """Returns a function that returns the parameters of a tensor on the host, by path.
-
-    A quantized matrix has several, unless it is packed.
-    """
-    shapes, of_thread = parameter_shapes(module.config), threading.local()
-
-    @functools.cache
-    def mapped(file: pathlib.Path) -> Mapping[str, np.ndarray]:
-        if file.name != GGUF_INDEX:
-            return mapped_tensors(file)
-        from models.gguf import files as gguf_files
-        from models.gguf.tensors import MappedTensors
-
-        return MappedTensors(gguf_files.weights_of(path, module.config))
-
-    def packed_matrix(tensor: Tensor, to: str) -> np.ndarray:
-        from models.gguf import files as gguf_files
-        from models.gguf.tensors import Weight
-
-        weight = gguf_files.weights_of(path, module.config)[tensor.name]
-        assert isinstance(weight, Weight)
-        return weight.packed(tensor.fused, to)
-
-    def unpacked(tensor: Tensor, places: dict[str, Stored]) -> Matrix:
-        # A fused matrix is unpacked once for adjacent parameters.
-        last: dict[str, Matrix] = of_thread.__dict__
-        if tensor.name not in last:
-            last.clear()
-            parts = {part: mapped(place.file)[place.name] for part, place in places.items()}
-            with _named(tensor):
-                shape = tensor.matrix_shape(shapes[tensor.path].value.shape)
-                last[tensor.name] = read_matrix(quantization, parts, shape)
-        matrix, fused = last[tensor.name], tensor.fused
-        return matrix if fused is None else matrix.map(fused.part)
-
-    def read(tensor: Tensor, where: _Place) -> dict[tuple[str, ...], np.ndarray]:
-        whole, inputs = shapes[tensor.path].value.shape, tensor.inputs
-        shape = tensor.part_shape(whole)
-        form = module.weights.of(tensor.matrix) if tensor.matrix else None
-        if isinstance(form, str) and (path / GGUF_INDEX).is_file():
-            return {tensor.path: packed_matrix(tensor, form)}
-        found = None
-        if isinstance(where, Stored):
-            values = tensor.to_parameter(mapped(where.file)[where.name], whole)
-        else:
-            matrix = unpacked(tensor, where)
-            if isinstance(form, WeightFormat) and holds(form, matrix):
-                found = parameters(matrix, form, shape, inputs)
-            else:
-                values = matrix.dequantized().reshape(shape)
-        if isinstance(form, str):
-            rows = values.reshape(-1, math.prod(shape[len(shape) - inputs :]))
-            found = {tensor.path[-1]: pack(rows.astype(np.float32), "F32", to=form)}
-        elif found is None:
-            found = quantize(values, form, inputs) if form else {tensor.path[-1]: values}
-        return {(*tensor.path[:-1], name): values for name, values in found.items()}
-
-    return read
-
-
-@contextlib.contextmanager
-def _named(tensor: Tensor) -> Iterator[None]:
-    """Adds the name of a quantized matrix to errors."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{tensor.name} cannot be read: {error}") from error
-
-
-def _put(values: np.ndarray, dtype: Any, sharding: jax.sharding.Sharding | None) -> jax.Array:
-    """Returns a device array; each device's part is copied.
-
-    Without a copy JAX may alias the memory map: later writes to the file would change the model.
-    """
-    if sharding is None:
-        is_packed = values.dtype == np.uint8  # in memory of its own, which JAX keeps
-        return jax.device_put(values) if is_packed else jnp.array(values, dtype)
-
-    def part(index):
-        return np.array(values[index], dtype, order="C")
-
-    return jax.make_array_from_callback(values.shape, sharding, part)

@@ -12,7 +12,7 @@ import safetensors.numpy
 import magicjax
 import models
 from magicjax.parallel import offloading
-from models import huggingface
+from models import hf_parameters
 from models import quantized_checkpoints as checkpoints
 from models.gguf import blocks, files
 from tests import gguf_cases
@@ -202,7 +202,7 @@ def matrices_read(monkeypatch):
         shapes.append(shape)
         return checkpoints.read_matrix(layout, parts, shape)
 
-    monkeypatch.setattr(huggingface, "read_matrix", read)
+    monkeypatch.setattr(hf_parameters, "read_matrix", read)
     return shapes
 
 
