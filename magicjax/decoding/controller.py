@@ -310,7 +310,7 @@ class Controller:
         new = dataclasses.replace(self, length=longest, live=len(live))
         left = np.array([left for _, left in live.values()])
         if self.can_be_disabled:  # a choice for the whole rest of the requests
-            left = np.maximum(left, ENDLESS)
+            left = np.full_like(left, ENDLESS)
         costs = {arm: new._cost(arm, new.tokens(arm)[list(live)], left) for arm in self.arms}
         best = min(costs, key=lambda arm: costs[arm])
         if costs[self.best] <= (1 + HYSTERESIS) * costs[best]:

@@ -110,11 +110,9 @@ class Variant(NamedTuple):
     @property
     def running(self) -> Request:
         """The request that the loop runs."""
-        return (
-            dataclasses.replace(self.request, drafter=None)
-            if self.without_drafter
-            else self.request
-        )
+        if not self.without_drafter:
+            return self.request
+        return dataclasses.replace(self.request, drafter=None)
 
 
 def time_variants(

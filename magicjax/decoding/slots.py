@@ -87,10 +87,9 @@ def _first_rows(state: DecodeState, rows: int) -> DecodeState:
             return dataclasses.replace(x, lengths=x.lengths[:rows])
         return x[:rows]
 
-    part = jax.tree.map(first, _per_row(state), is_leaf=_is_cache)
-    drafter = jax.tree.map(first, state.drafter, is_leaf=_is_cache)
     shared = dict(rounds=state.rounds, max_rounds=state.max_rounds)
-    return dataclasses.replace(part, drafter=drafter, **shared)
+    part = jax.tree.map(first, _without_shared(state), is_leaf=_is_cache)
+    return dataclasses.replace(part, **shared)
 
 
 def _with_first_rows(state: DecodeState, part: DecodeState) -> DecodeState:
@@ -101,10 +100,9 @@ def _with_first_rows(state: DecodeState, part: DecodeState) -> DecodeState:
             return dataclasses.replace(new, lengths=put(old.lengths, new.lengths))
         return jax.lax.dynamic_update_slice_in_dim(old, new, 0, 0)
 
-    rows = jax.tree.map(put, _per_row(state), _per_row(part), is_leaf=_is_cache)
-    drafter = jax.tree.map(put, state.drafter, part.drafter, is_leaf=_is_cache)
     shared = dict(rounds=part.rounds, max_rounds=part.max_rounds)
-    return dataclasses.replace(rows, drafter=drafter, **shared)
+    rows = _without_shared(state), _without_shared(part)
+    return dataclasses.replace(jax.tree.map(put, *rows, is_leaf=_is_cache), **shared)
 
 
 def _is_cache(x: Any) -> bool:
@@ -142,6 +140,11 @@ def _in_group(
     return jnp.clip(index, 0, slots - 1), (index >= 0) & (index < slots)
 
 
-def _per_row(state: DecodeState) -> Any:
-    shared: Any = dict(drafter=None, rounds=None, max_rounds=None)
+def _without_shared(state: DecodeState) -> Any:
+    """Returns the state without what its rows share."""
+    shared: Any = dict(rounds=None, max_rounds=None)
     return dataclasses.replace(state, **shared)
+
+
+def _per_row(state: DecodeState) -> Any:
+    return dataclasses.replace(_without_shared(state), drafter=None)

@@ -138,7 +138,7 @@ class DraftContext:
 
     @property
     def runs(self) -> Bool[Array, "B"]:
-        """Which rows draft: one that has ended, or a slot without a request, has no position."""
+        """Which rows draft; those that ended, or whose tokens it lacks, have no position."""
         return self.root_position > 0
 
     def run(

@@ -190,7 +190,8 @@ class SmallModel(Drafter):
         form, own = parse_weights(self.weights), self.model.weights
         formats = ["None", str(own)]
         if len(own.in_blocks) == 1:
-            formats += [own_text := next(iter(own.in_blocks)), own_text.removesuffix("+zeros")]
+            (text,) = own.in_blocks
+            formats += [text, text.removesuffix("+zeros")]
         size = getattr(self.model.config, "draft_vocab_size", None)
         for name, matches, found in (
             ("weights", str(form) in formats, own),

@@ -395,7 +395,7 @@ class Engine:
         running, prefilling = self._scheduler.running, self._scheduler.prefilling
         live = {slot: _lengths(one) for slot, one in running.items()}
         others = (one for one, _ in prefilling if one is not handle)
-        coming = [handle, *others, *self._scheduler.waiting]
+        coming = itertools.chain([handle], others, self._scheduler.waiting)
         free = (slot for slot in range(self.config.slots) if slot not in running)
         joining = dict(zip(free, map(_lengths, coming), strict=False))
         return self._controller.would_disable(live, joining)

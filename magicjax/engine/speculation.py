@@ -173,11 +173,12 @@ def time_rounds(
     """
     request = templates.slots
     lengths = sorted({1, max(1, 3 * templates.capacity // 4)})
-    live = sorted({1, *batch_sizes(request, templates.config.slots)})
+    sizes = batch_sizes(request, templates.config.slots)
     seconds: list[list[float]] = []
+    live = sorted({1, *sizes})
     for rows, length in itertools.product(live, lengths):
-        some = next(n for n in batch_sizes(request, templates.config.slots) if n >= rows)
-        variants = [variant(request, one, some) for one in settings.values()]
+        size = next(n for n in sizes if n >= rows)
+        variants = [variant(request, one, size) for one in settings.values()]
         state = _live(templates, state, length, rows)
         drafters = {id(request.drafter): state.drafter}
         times, state = paired_timing.time_interleaved(variants, state, drafters, REPEATS)

@@ -20,18 +20,16 @@ from jaxtyping import Array, Float, Int
 from magicjax.model import Model, layer_slots
 from sharding import KV_HEADS, LAYER_BATCH, Split, logical_axes
 
-Layers = tuple[Float[Array, "B K S D"], ...]
+Layers = tuple[Float[Array, "R K S D"], ...]
 
 
 @struct.dataclass
 class KVCache:
     """All committed keys and values that later tokens can see.
 
-    The arrays may have more rows than B, of which the first B are the batch's: they are read and
-    written in place.
-
     Attributes:
-      k, v: one array [B, K, S, D] per layer.
+      k, v: one array [R, K, S, D] per layer. R is B, or more in a part of an engine's batch, whose
+        rows are the first B: they are read and written in place.
       lengths: int32 [B], the committed tokens. Slots without one hold finite garbage that later
         commits overwrite.
       windows: static; of each layer, None: it sees the whole text. A layer with a window is a ring.
