@@ -6,6 +6,7 @@ a constant for starting and compiling: an order of magnitude.
 
 import dataclasses
 import functools
+from typing import Any
 
 from experiments.schema import grid
 from magicjax.drafters import SmallModel, spec
@@ -40,11 +41,12 @@ def of(cell: grid.Cell, on_gpu: bool, chooses: bool) -> Estimate:
 
     `chooses` is whether the cell chooses the prompts of its group.
     """
-    target = _sizes(cell.target, cell.dtype, **cell.storage)
+    load = functools.partial(skeleton, packed=cell.packed)
+    target = _sizes(cell.target, cell.dtype, packed=cell.packed, **cell.storage)
     one, slots = Machine(GPU), cell.context + cell.new_tokens
     num_bytes = memory_bytes(target, one, cell.batch, slots, target.kv_bytes)
     for part in cell.drafts:
-        drafter = spec.from_spec(part, skeleton)
+        drafter = spec.from_spec(part, load)
         if isinstance(drafter, TARGET_DRAFTERS | SmallModel):
             draft, shared = make_draft(drafter, target, cell.dtype), part.name == "self"
             num_bytes += draft.memory(one, cell.batch, slots, shared=shared)
@@ -75,8 +77,8 @@ def _seconds(cell: grid.Cell, target: Sizes, on_gpu: bool, chooses: bool) -> flo
 
 
 @functools.cache
-def _sizes(source: str, dtype: str, weights: str | None = None, offload: bool = False) -> Sizes:
-    module = skeleton(source, dtype, weights=weights, offload=offload).module
+def _sizes(source: str, dtype: str, *, offload: bool, **options: Any) -> Sizes:
+    module = skeleton(source, dtype, offload=offload, **options).module
     return cost_model.sizes_of(module.config, dtype, source, offload, module.weights)
 
 

@@ -143,7 +143,7 @@ def check_cell(cell: grid.Cell, rows: int | None = None) -> Request | None:
     Raises:
       ValueError: the call would raise it too.
     """
-    load = functools.partial(_skeleton, dtype=cell.dtype, packed=not cell.mesh)
+    load = functools.partial(_skeleton, dtype=cell.dtype, packed=cell.packed)
     text = [np.zeros(cell.context, np.int32)] * (rows or cell.batch)
     options = grid.options(cell, load)
     target = load(cell.target, **cell.storage)

@@ -73,11 +73,13 @@ class Bench:
     def draft(self, directory: str, cell: Cell, **options: Any) -> Any:
         """Returns a small model of a cell; every stage holds all of its layers."""
         stages = 1 if cell.devices else None
+        options |= {"activations": cell.activations}
         return self.model(directory, cell.dtype, cell.devices, stages, **options)
 
     def target_of(self, cell: Cell) -> Any:
         """Returns the cell's target."""
-        return self.model(cell.target, cell.dtype, cell.devices, **cell.storage)
+        storage = cell.storage | {"activations": cell.activations}
+        return self.model(cell.target, cell.dtype, cell.devices, **storage)
 
     def read_by(self, directory: str, cell: Cell) -> Any:
         """Returns a model that reads a text in one pass: the cell's target, or a small model.
@@ -88,12 +90,14 @@ class Bench:
         devices = cell.devices
         if devices and (devices.shape["stage"] > 1 or jax.process_count() > 1):
             form = cell.storage["weights"] if directory == cell.target else None
-            stored = matrix_formats(directory, form, cell.dtype, packed=True)
+            packed = cell.activations == "int8"
+            stored = matrix_formats(directory, form, cell.dtype, packed=packed)
             sizes = cost_model.sizes_of(config_of(directory), cell.dtype, weights=stored)
             needed = sizes.weight_bytes + sizes.itemsize * sizes.tables
             size = offloading.device_memory() or offloading.free_host_memory() or math.inf
             fits = needed < MEMORY_SHARE * size
-            return self.model(directory, cell.dtype, weights=form) if fits else None
+            options = {"weights": form, "activations": cell.activations}
+            return self.model(directory, cell.dtype, **options) if fits else None
         return self.target_of(cell) if directory == cell.target else self.draft(directory, cell)
 
     def prompts(self, cell: Cell) -> np.ndarray:
@@ -124,8 +128,8 @@ class Bench:
         candidates = self._candidates(cell)
         if cell.candidates == 1:
             return candidates
-        text = (cell.target, cell.dtype, cell.target_weights, cell.offload, *_prompt_settings(cell))
-        key = ("chosen", *text, cell.params)
+        target = cell.target, cell.dtype, *cell.storage.values(), cell.activations
+        key = ("chosen", *target, *_prompt_settings(cell), cell.params)
         return [candidates[i] for i in self._once(key, lambda: self._choose(cell))]
 
     def _choose(self, cell: Cell) -> list[int]:

@@ -109,6 +109,9 @@ class Experiment(Strict):
     target_weights: Annotated[str, AfterValidator(_weights)] = setting("")
     """Quantize the target's matrices: int8 with a scale per output, int4 or int4:32 with one per
     group of 128 or 32 inputs, Q4_0 or Q8_0 on a CPU. If not set: as stored."""
+    activations: Literal["int8", "float"] = setting("int8")
+    """int8: on a CPU, matrices of GGUF files stay in the file's types, and products round
+    activations to 8 bits. float: as on other devices, they do not."""
     offload: Annotated[Literal["", "yes"], BeforeValidator(_offload)] = setting("")
     """yes: stream the target's weights from host memory, layer by layer.
     If not set: the weights are on the device."""

@@ -131,6 +131,11 @@ class Cell(_Settings):
         return {"weights": self.target_weights or None, "offload": self.offload == "yes"}
 
     @property
+    def packed(self) -> bool:
+        """Whether matrices of GGUF files stay in the file's types, if the device has kernels."""
+        return self.activations == "int8" and not self.mesh
+
+    @property
     def devices(self) -> Mesh | None:
         """The mesh; None: one device."""
         return magicjax.make_mesh(*parse_mesh(self.mesh)) if self.mesh else None

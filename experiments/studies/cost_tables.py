@@ -40,8 +40,8 @@ TIMES = ("t_target_ms", "t_verify_ms", "gamma_t_draft_ms", "speedup")
 TIE = 0.03  # published speedups within this share of the best are ties
 
 # Of a summary. The starts of methods that it predicts, and words of those that it does not.
-COLUMNS = {"status", "target", "target_weights", "offload", "dtype", "batch", "context", "method"}
-COLUMNS |= {"tau", "speedup", "nodes", "gamma"}
+COLUMNS = {"status", "target", "target_weights", "activations", "offload", "dtype", "batch"}
+COLUMNS |= {"context", "method", "tau", "speedup", "nodes", "gamma"}
 MODELLED = "self:", "prompt-lookup"
 NOT_MODELLED = " + ", " -> ", "refresh_every", "dynamic:"
 
@@ -149,9 +149,9 @@ def of_grid(summary: str, profile: str) -> list[dict[str, Any]]:
         if not text.startswith(MODELLED) or any(word in row["method"] for word in NOT_MODELLED):
             continue
         weights = row["target_weights"] if isinstance(row["target_weights"], str) else None
-        model = target_of(
-            row["target"], row["dtype"], weights=weights, offload=row["offload"] == "yes"
-        )
+        storage: Any = dict(weights=weights, offload=row["offload"] == "yes")
+        packed = row["activations"] == "int8"
+        model = target_of(row["target"], row["dtype"], packed=packed, **storage)
         target = model_sizes(model, row["dtype"])
         draft = make_draft(make_drafter(text, skeleton), target, row["dtype"])
         shape = int(row["batch"]), int(row["context"]), int(row["nodes"]), int(row["gamma"])

