@@ -50,6 +50,8 @@ class SamplingParams:
         tokens. None for none.
       grammar: what the text must match. Tokens that it does not allow have probability 0, and the
         text ends with EOS where the grammar allows its end.
+      speculative: False: the text is decoded without drafts, one token a round; under sampling, it
+        is that of plain sampling with the seed.
       logprobs: return the log-probabilities of the new tokens, and of this many of the most likely
         tokens at their positions, 0 to 20; None for none.
       prompt_logprobs: the same for the tokens of the prompt, except for the first one; it takes a
@@ -76,6 +78,7 @@ class SamplingParams:
     ignore_eos: bool = False
     stop: str | Sequence[str] = ()
     grammar: Grammar | None = None
+    speculative: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
@@ -148,8 +151,9 @@ class SamplingParams:
             raise ValueError(
                 f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}: reduce it"
             )
-        if not isinstance(self.ignore_eos, bool):
-            raise TypeError(f"ignore_eos={self.ignore_eos!r}: it must be True or False")
+        for name in ("ignore_eos", "speculative"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise TypeError(f"{name}={value!r}: it must be True or False")
         if self.grammar is not None:
             for field in ("allowed_token_ids", "bad_words", "min_tokens", "ignore_eos"):
                 if getattr(self, field):

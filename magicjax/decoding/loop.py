@@ -79,6 +79,7 @@ class DecodeState:
       max_rounds: int32 [], the most rounds of a call of `decode`.
       logprobs: [B, max_tokens + A], of the tokens in `output`; None if they are not computed.
       wants_logprobs: bool [B]; without such a row, a round computes none.
+      speculative: bool [B]; other rows accept no drafted token.
       processor: of the rows' logits, after the pending tokens; None without.
       grammar: of the rows, after the pending tokens; None without grammars.
     """
@@ -99,6 +100,7 @@ class DecodeState:
     max_rounds: Int[Array, ""]
     logprobs: LogProbs | None
     wants_logprobs: Bool[Array, "B"]
+    speculative: Bool[Array, "B"]
     processor: LogitsProcessor | None
     grammar: GrammarRows | None
 
@@ -180,6 +182,7 @@ def init_state(
     eos: Int[Array, "B E"],
     sampling: Sampling | None,
     wants_logprobs: Bool[Array, "B"],
+    speculative: Bool[Array, "B"],
     previous: Previous | None = None,
 ) -> DecodeState:
     """Returns the state after prefill; each row's first token is emitted and pending.
@@ -214,6 +217,7 @@ def init_state(
         max_rounds=jnp.full((), ALL_ROUNDS, jnp.int32),
         logprobs=jax.tree.map(buffer, prefilled.logprobs),
         wants_logprobs=wants_logprobs,
+        speculative=speculative,
         processor=prefilled.processor,
         grammar=prefilled.grammar,
     )
@@ -278,15 +282,18 @@ def step(
             proposal = proposal.in_vocabulary(state.pending, target.config.vocab_size)
         decision = target.layout.broadcast_decision((proposal.tokens, proposal.parents))
         proposal = dataclasses.replace(proposal, tokens=decision[0], parents=decision[1])
-        proposal = proposal.without_draws(state.ended)
+        without_draft = state.ended | ~state.speculative
+        proposal = proposal.root_only(without_draft)
     with jax.named_scope("score"):
         positions = state.cache.lengths[:, None] + token_tree.depths(proposal.parents)
         mask = jnp.asarray(token_tree.ancestor_mask(proposal.parents))
         spec = StatsSpec() if drafter is None else drafter.stats_spec()
         positions = jnp.broadcast_to(positions, proposal.tokens.shape)
-        # Padding and rows that have ended are zeros. Without biases after the attention and
-        # learned positions they remain zeros, which native products skip.
-        live = ~(state.ended[:, None] | token_tree.padding(proposal.parents))
+        # Nodes without tokens and rows that have ended are zeros. Without biases after the
+        # attention and learned positions they remain zeros, which native products skip.
+        is_root = jnp.arange(proposal.tokens.shape[1]) == 0
+        empty = token_tree.padding(proposal.parents) | (without_draft[:, None] & ~is_root)
+        live = ~(state.ended[:, None] | empty)
         scored = proposal.tokens
         if target.empty_token is not None:
             scored = jnp.where(live, scored, target.empty_token)
@@ -466,7 +473,7 @@ def _count(state: DecodeState, proposal: Proposal, result: verify.VerifyResult) 
         state,
         histogram=state.histogram + accepted,
         ranks=state.ranks.at[:, : at_rank.shape[1]].add(at_rank),
-        nodes=state.nodes + jnp.where(active, nodes - 1, 0).astype(jnp.int32),
+        nodes=state.nodes + jnp.where(active & state.speculative, nodes - 1, 0).astype(jnp.int32),
         rounds=state.rounds + 1,
     )
 

@@ -117,6 +117,7 @@ def validate(
         eos=eos_of_rows(eos, of_rows),
         sampling=None if verifier == "greedy" else sampling_of(of_rows),
         wants_logprobs=np.array([each.logprobs is not None for each in of_rows]),
+        speculative=np.array([each.speculative for each in of_rows]),
         pad_token_id=validation.checked_pad(target, options.pad_token_id, eos),
         processor=processor_of(target, of_rows, rows),
         grammar=grammar,
@@ -253,7 +254,7 @@ def place(
         on_device = {
             name: jax.tree.map(jnp.asarray, getattr(request, name))
             for name in ("tokens", "lengths", "limits", "eos", "sampling", "processor")
-            + ("wants_logprobs", "grammar", "transitions")
+            + ("wants_logprobs", "speculative", "grammar", "transitions")
         }
         return dataclasses.replace(request, **on_device)
     return _placed(request, mesh, micro_batches, put)
@@ -279,6 +280,7 @@ def _placed(request: Request, mesh: AnyMesh, micro_batches: int | None, put: Cal
         limits=per_row(request.limits),
         sampling=per_row(request.sampling),
         wants_logprobs=per_row(request.wants_logprobs),
+        speculative=per_row(request.speculative),
         processor=per_row(request.processor),
         grammar=per_row(request.grammar),
         eos=per_row(request.eos),

@@ -59,6 +59,7 @@ class Request:
       eos: int32 [B, E], tokens that end each row; -1 for none.
       sampling: parameters and key of each row; None if all rows are greedy.
       wants_logprobs: bool [B].
+      speculative: bool [B].
       pad_token_id: pads rows that ended.
       processor: of the rows' logits; None if no row has one.
       grammar: of the rows, before their first new tokens; None without grammars.
@@ -76,6 +77,7 @@ class Request:
     eos: Int[Any, "B E"]
     sampling: Sampling | None
     wants_logprobs: Bool[Any, "B"]
+    speculative: Bool[Any, "B"]
     pad_token_id: int
     processor: LogitsProcessor | None = None
     grammar: GrammarRows | None = None
@@ -103,8 +105,9 @@ class Request:
 
     def init_arguments(self, cache: KVCache, prefilled: Prefilled) -> tuple:
         """Returns the arguments of the program `init`, which runs on the results of `prefill`."""
-        per_row = self.tokens, self.limits, self.eos, self.sampling, self.wants_logprobs
-        return self.target, self.drafter, cache, prefilled, *per_row
+        per_row = self.tokens, self.limits, self.eos, self.sampling
+        flags = self.wants_logprobs, self.speculative
+        return self.target, self.drafter, cache, prefilled, *per_row, *flags
 
     def loop_arguments(self, state: DecodeState) -> tuple:
         """Returns the arguments of the programs `decode`, `decode_until_row_ends` and `step`."""

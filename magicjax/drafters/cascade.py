@@ -376,7 +376,7 @@ class Cascade(Drafter):
         proposal = proposal.in_vocabulary(root, target.config.vocab_size)
         decision = target.layout.broadcast_decision((proposal.tokens, proposal.parents))
         proposal = dataclasses.replace(proposal, tokens=decision[0], parents=decision[1])
-        return proposal.without_draws(chain.is_full), draft, cache
+        return proposal.root_only(chain.is_full), draft, cache
 
     def _score(
         self, context: DraftContext, chain: _Chain, proposal: Proposal, position: Int[Array, "B"]

@@ -18,7 +18,7 @@ from jaxtyping import Int
 
 from magicjax.checks import check_whole
 from magicjax.decoding import program_cache, runner
-from magicjax.decoding.controller import PLAIN, PROBE_ROUNDS, Arm, Controller, Probes
+from magicjax.decoding.controller import PROBE_ROUNDS, Arm, Controller, Probes
 from magicjax.decoding.loop import Prefilled
 from magicjax.decoding.validation import check_params
 from magicjax.drafters import Drafter
@@ -243,12 +243,12 @@ class Engine:
             self.submit(np.zeros(longest, np.int32), params)
             self.run()
         self._decode()  # these requests end at their first token
-        if (controller := self._controller).can_be_disabled:
-            plain: Any = dict(arms=(PLAIN,), arm=PLAIN, best=PLAIN)
-            self._controller = dataclasses.replace(controller, **plain)
-            self.submit(np.zeros(longest, np.int32), params)
+        drafter = self._templates.row.drafter
+        if drafter is not None and drafter.can_be_disabled:
+            self.submit(
+                np.zeros(longest, np.int32), SamplingParams(max_tokens=1, speculative=False)
+            )
             self.run()
-            self._controller = controller
         for settings, rows in itertools.product(self._loops.values(), self._batch_sizes):
             speculation.variant(self._templates.slots, settings, rows).compiled(self._state)
         self.forget_prefixes()
@@ -377,10 +377,12 @@ class Engine:
         if handle.request.params.prompt_logprobs is not None:
             cache, _ = empty_row(self._templates)
             (handle.prompt_logprobs,) = runner.prompt_logprobs(prefilling.request, cache)
-        disabled = self._would_disable(handle)
+        disabled = not handle.request.params.speculative or self._would_disable(handle)
         slot = self._scheduler.insert(handle)
-        row, finish_s = prefilling.finish(prefilled, disabled)
-        if disabled:
+        drafter = self._templates.row.drafter
+        without_drafter = disabled and drafter is not None and drafter.can_be_disabled
+        row, finish_s = prefilling.finish(prefilled, without_drafter)
+        if without_drafter:
             row = dataclasses.replace(row, drafter=empty_drafter(self._templates))
         self._state, insert_s = runner.insert(self._templates.slots, self._state, row, slot)
         self._counters.prefill_s += finish_s + insert_s

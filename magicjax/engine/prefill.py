@@ -45,14 +45,14 @@ class PrefillRow:
         self.layer_inputs = prefilled.stats.layer_inputs
         return prefilled, seconds
 
-    def finish(self, prefilled: Prefilled, disabled: bool) -> tuple[DecodeState, float]:
+    def finish(self, prefilled: Prefilled, without_drafter: bool) -> tuple[DecodeState, float]:
         """Returns the state of the row after the last piece, and the seconds.
 
         Args:
           prefilled: the results of the last piece.
-          disabled: whether speculation is disabled for the row, whose state has no drafter's.
+          without_drafter: whether the state has no drafter's.
         """
-        if disabled:
+        if without_drafter:
             plain = dataclasses.replace(self.request, drafter=None)
             return runner.init_state(plain, self.cache, prefilled)
         (reused,) = put_row(self.request, self.reused)

@@ -130,6 +130,7 @@ def validated(
         limits=row.limits[:1],
         eos=row.eos[:1],
         wants_logprobs=np.zeros(1, bool),
+        speculative=np.ones(1, bool),
         sampling=row_sampling(config, SamplingParams()),
         processor=row_processor(target, config, SamplingParams(), longest[:0]),
         **_any_grammar(row, config.grammar_states),
@@ -176,6 +177,7 @@ def make_templates(
         limits=repeated(row.limits),
         eos=repeated(row.eos),
         wants_logprobs=repeated(row.wants_logprobs),
+        speculative=repeated(row.speculative),
         sampling=jax.tree.map(repeated, row.sampling),
         processor=jax.tree.map(repeated, row.processor),
         grammar=jax.tree.map(repeated, row.grammar),
@@ -302,6 +304,7 @@ def row_of_request(
         "eos": eos_of_rows(config.eos_token_id, [params]),
         "sampling": row_sampling(config, params),
         "wants_logprobs": np.array([params.logprobs is not None]),
+        "speculative": np.array([params.speculative]),
         "processor": row_processor(row.target, config, params, prompt),
         "grammar": grammar,
     }

@@ -126,6 +126,7 @@ class _Body(_Object):
     )
     max_tokens: int | None = Field(None, ge=1, description="a whole number, 1 or more")
     ignore_eos: bool | None = Field(None, description="true or false")
+    speculative: bool | None = Field(None, description="true or false")
     stream: bool | None = Field(None, description="true or false")
     stream_options: StreamOptions | None = Field(
         None, description='an object such as {"include_usage": true}'

@@ -291,6 +291,7 @@ def _params(
             bad_words=body.bad_words or (),
             min_tokens=body.min_tokens or 0,
             ignore_eos=bool(body.ignore_eos),
+            speculative=body.speculative is not False,
             seed=seed,
             max_tokens=limit,
             stop=body.stop or (),

@@ -75,9 +75,11 @@ class Proposal:
         tokens = jnp.clip(self.tokens, -1, vocab_size - 1).at[:, 0].set(root)
         return dataclasses.replace(self, tokens=tokens)
 
-    def without_draws(self, rows: Bool[Array, "B"]) -> "Proposal":
-        """Returns the proposal without the draws of some rows."""
-        if self.draws is None:
-            return self
-        parent = jnp.where(rows[:, None], NO_NODE, self.draws.parent)
-        return dataclasses.replace(self, draws=dataclasses.replace(self.draws, parent=parent))
+    def root_only(self, rows: Bool[Array, "B"]) -> "Proposal":
+        """Returns the proposal without drafted tokens, which become -1, and draws of some rows."""
+        drafted = jnp.arange(self.tokens.shape[1]) > 0
+        tokens = jnp.where(rows[:, None] & drafted, -1, self.tokens)
+        if (draws := self.draws) is not None:
+            parent = jnp.where(rows[:, None], NO_NODE, draws.parent)
+            draws = dataclasses.replace(draws, parent=parent)
+        return dataclasses.replace(self, tokens=tokens, draws=draws)

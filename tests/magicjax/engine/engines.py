@@ -121,7 +121,7 @@ def check_state(state, texts, target, drafter, disabled=()) -> None:
     if drafter is not None:
         for member, member_state in caches.states_of(drafter, state.drafter):
             drafted = texts
-            if any(disabled):
+            if any(disabled) and member.can_be_disabled:
                 known = np.asarray(member_state.tokens)
                 rows = zip(texts, known, disabled, strict=True)
                 drafted = [text[: n + 1] if disabled else text for text, n, disabled in rows]

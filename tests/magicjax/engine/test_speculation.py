@@ -127,8 +127,7 @@ def test_sampled_texts_do_not_depend_on_the_arms(name):
     handles = [test_sampled.submit(engine, number) for number in range(5)]
     engine.run()
     for number, handle in enumerate(handles):
-        sampling = test_sampled.SAMPLINGS[number % 3]
-        text = test_sampled.alone("plain", test_sampled.prompts()[number], number, sampling)
+        text = test_sampled.alone("plain", test_sampled.prompts()[number], number)
         np.testing.assert_array_equal(handle.result().tokens, text)
     assert all(engine.stats.rounds_by_arm.values()) and engine.stats.probe_rounds
 
