@@ -1,8 +1,8 @@
 """Runs an experiment: python -m experiments.launch experiments/configs/demo.yaml [--key value]
 
 Expands the grid, measures each cell in a separate process, prints a table, and writes
-`summary.csv`, a report with figures, and a folder for each cell. Finished cells are not measured
-again, so rerunning the command resumes an interrupted run.
+`summary.csv`, `report.html` and a folder for each cell. Finished cells are not measured again, so
+rerunning the command resumes an interrupted run.
 """
 
 import collections
@@ -183,16 +183,14 @@ def _report(whole: Grid, console: Console, rows: list[dict[str, Any]]) -> None:
     """Writes and prints the results."""
     store.write_summary(whole.directory, rows, columns.names_of(rows))
     results = results_folder.read(whole.directory, [row["key"] for row in rows])
-    written = page.write(results, len(whole.cells) - len(rows))
+    page.write(results, len(whole.cells) - len(rows))
     rows = answer.with_intervals(results.cells)
     for sentence in answer.sentences(rows):
         console.print(sentence, markup=False, highlight=False)
     console.print(terminal.table(rows, title=whole.experiment.name))
     for line in (*terminal.LEGEND, *terminal.notes(rows)):
         console.print(line, markup=False)
-    console.print(
-        f"wrote {whole.directory}: summary.csv, {', '.join(written)}, cells/", markup=False
-    )
+    console.print(f"wrote {whole.directory}: summary.csv, {page.PAGE}, cells/", markup=False)
 
 
 def dry_run(

@@ -1,1 +1,1 @@
-"""Tables, figures and a self-contained HTML page of a folder of results."""
+"""Tables, charts and a page of a folder of results."""

@@ -30,16 +30,12 @@ class Answer:
     Attributes:
       group: columns that tell groups apart, with their values.
       best: the exact row with the highest speedup, or τ without times; None if there is none.
-      close: methods whose intervals overlap that of the best.
-      inexact: methods that are faster, but are not equal to plain decoding.
       timed: whether speedups are compared, not τ.
       plain_rates: the lowest and the highest tokens/s of plain decoding beside the methods.
     """
 
     group: Row
     best: Row | None
-    close: tuple[str, ...]
-    inexact: tuple[str, ...]
     timed: bool
     plain_rates: tuple[float, float] | None
 
@@ -141,15 +137,10 @@ def _answer(rows: Rows, columns: Sequence[str]) -> Answer:
     drafted = [row for row in rows if row["status"] == "ok" and row["draft"] != "none"]
     timed = any(row["speedup"] is not None for row in drafted)
     ranked = ranking(drafted, "speedup" if timed else "tau")
-    exact = [row for row in ranked if labels.is_exact(row)]
-    best = exact[0] if exact else None
-    faster = ranked[: ranked.index(best)] if best else ranked
     rates = [row["ar_decode_tok_s"] for row in drafted if row["speedup"] is not None]
     return Answer(
         {name: rows[0].get(name) for name in columns},
-        best,
-        tuple(row["method"] for row in exact[1:] if best and _overlap(row, best)),
-        tuple(row["method"] for row in faster),
+        next((row for row in ranked if labels.is_exact(row)), None),
         timed,
         (min(rates), max(rates)) if rates else None,
     )
@@ -219,8 +210,3 @@ def ranking(rows: Rows, column: str) -> list[Row]:
     """Returns the rows that have a value in a column, the largest first."""
     known = [row for row in rows if row[column] is not None]
     return sorted(known, key=lambda row: -row[column])
-
-
-def _overlap(row: Row, best: Row) -> bool:
-    """Returns whether the intervals of two rows overlap."""
-    return row["high"] is not None and best["low"] is not None and row["high"] >= best["low"]

@@ -1,26 +1,17 @@
-"""Names and values in tables, figures and messages, and the colour and marker of each method."""
+"""Names and values in tables, charts and messages."""
 
-import collections
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments.schema.columns import columns_of
 from experiments.schema.config import Experiment
-from experiments.schema.method import OPTIONS
 
-# Okabe and Ito's colours, which colour-blind readers can distinguish; black is plain decoding.
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999")
-PLAIN_STYLE = ("#000000", "cross")
-MARKS = ("circle", "square", "triangle-up", "diamond", "triangle-down", "triangle-right", "stroke")
 # The columns of axes, apart from batch or slots, and context.
 SIZES = ("batch", "slots", "context")
 OTHERS = [name for name in columns_of(Experiment).values() if name not in SIZES]
 SAMPLED = ("top_k", "top_p", "seed")  # beside the temperature
 # How much is measured, not what: named only if nothing else tells two groups apart.
 EFFORT = ("requests", "repeat", "candidates", "agreement_tokens", "phases")
-_FAMILY = ["draft", "draft_model", *(n for n in OPTIONS if n != "budget")]
-_FAMILY += ["tree", "verifier", "adaptive"]
 
 Row = dict[str, Any]
 Rows = Sequence[Row]
@@ -120,36 +111,3 @@ def group_columns(rows: Rows) -> list[str]:
         if len({tuple(row.get(other) for other in short) for row in rows}) == groups:
             names = short
     return names
-
-
-def families(rows: Rows) -> dict[str, str]:
-    """Returns the family of each method: its name, with B for the budget if others exist.
-
-    Methods of a family differ in the budget of the draft's cache only.
-    """
-    members: dict[tuple, dict[str, Any]] = {}
-    for row in rows:
-        members.setdefault(tuple(row.get(n) for n in _FAMILY), {})[row["method"]] = row["budget"]
-    return {
-        method: re.sub(rf"([ :]){budget}\b", r"\1B", method, count=1) if len(known) > 1 else method
-        for known in members.values()
-        for method, budget in known.items()
-    }
-
-
-def styles(rows: Rows) -> dict[str, tuple[str, str]]:
-    """Returns (colour, marker) of each method and each family, in the order of the rows.
-
-    A family has one colour, and its methods differ in their markers.
-    """
-    found = {"plain": PLAIN_STYLE}
-    numbers: dict[str, int] = {}
-    used: collections.Counter[str] = collections.Counter()
-    for method, family in families([row for row in rows if row["draft"] != "none"]).items():
-        number = numbers.setdefault(family, len(numbers))
-        colour = COLOURS[number % len(COLOURS)]
-        style = colour, MARKS[(number + used[colour]) % len(MARKS)]
-        used[colour] += 1
-        found.setdefault(family, style)
-        found[method] = style
-    return found

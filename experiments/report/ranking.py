@@ -1,11 +1,16 @@
-"""The methods of each group in order of their speedup, in HTML and in LaTeX."""
+"""The methods of each group in order of their speedup, as a table in HTML."""
 
+import collections
 import html
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from experiments.report import labels
 from experiments.report.labels import Row, Rows
+from experiments.report.results_folder import CellResult
+from experiments.schema.columns import MEASURED
+
+CATEGORIES = "tau_by_category"
 
 
 def exactness(row: Row) -> str:
@@ -39,6 +44,7 @@ HEADINGS = (
 )
 MORE = (
     _number("goodput", "goodput", "{:.2f}"),
+    _number("plain goodput", "ar_goodput", "{:.2f}"),
     _number("acceptance rate", "acceptance_rate", "{:.3f}"),
     _number("ms/token", "tpot_ms_p50", "{:.1f}"),
     _number("ms/token p95", "tpot_ms_p95", "{:.1f}"),
@@ -46,7 +52,22 @@ MORE = (
     *(_number(f"E2E p{p} (s)", f"e2e_s_p{p}", "{:.2f}") for p in (50, 95)),
     Heading("rounds", "rounds_by_arm", lambda row: row["rounds_by_arm"]),
     _number("score", "score", "{:.2f}"),
+    Heading("τ by category", CATEGORIES, lambda row: row[CATEGORIES]),
 )
+
+
+def tau_by_category(cell: CellResult) -> str | None:
+    """Returns τ of each category of a cell's prompts as text; None if there is only one."""
+    if not cell.metrics or cell.row["draft"] == "none":
+        return None
+    emitted: dict[str, float] = collections.defaultdict(float)
+    rounds: dict[str, int] = collections.defaultdict(int)
+    for request in cell.requests():
+        emitted[request["category"]] += request["tau"] * request["rounds"]
+        rounds[request["category"]] += request["rounds"]
+    if len(rounds) < 2:
+        return None
+    return ", ".join(f"{name} {emitted[name] / rounds[name]:.2f}" for name in rounds)
 
 
 def ranked(rows: Rows) -> list[list[Row]]:
@@ -63,17 +84,34 @@ def ranked(rows: Rows) -> list[list[Row]]:
 
 
 def to_html(rows: Rows) -> str:
-    """Returns the table of all cells, which a click on a heading sorts."""
+    """Returns the table of all cells, which a click on a heading sorts.
+
+    The first exact method of a group is bold, unless the interval of its speedup contains 1.
+    """
     settings = [_setting(name) for name in labels.group_columns(rows)]
     every = (*HEADINGS, *settings, *MORE)
     shown = [h for h in every if any(row.get(h.column) is not None for row in rows)]
-    head = "".join(f"<th>{html.escape(h.heading)}</th>" for h in shown)
+    head = "".join(_head(heading) for heading in shown)
     body = "".join(
-        f"<tr>{''.join(_cell(row, heading) for heading in shown)}</tr>"
-        for group in ranked(rows)
-        for row in group
+        _line(row, shown, row is _best(group)) for group in ranked(rows) for row in group
     )
     return f'<table class="sortable"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+
+
+def _best(group: Rows) -> Row | None:
+    """Returns the first exact row of a group, None if it is not clearly faster than plain."""
+    best = next((row for row in group if row["status"] == "ok" and labels.is_exact(row)), None)
+    return best if best and (best["low"] or best["speedup"] or best["tau"]) > 1 else None
+
+
+def _head(heading: Heading) -> str:
+    meaning = html.escape(MEASURED.get(heading.column, ""))
+    return f'<th title="{meaning}">{html.escape(heading.heading)}</th>'
+
+
+def _line(row: Row, shown: list[Heading], best: bool) -> str:
+    cells = "".join(_cell(row, heading) for heading in shown)
+    return f'<tr class="best">{cells}</tr>' if best else f"<tr>{cells}</tr>"
 
 
 def _setting(name: str) -> Heading:
@@ -90,53 +128,3 @@ def _cell(row: Row, heading: Heading) -> str:
         title = f' title="{html.escape(row["evidence"] or row["error"])}"'
     sort = html.escape("" if value is None else str(value))
     return f'<td data-sort="{sort}"{title}>{html.escape(text)}</td>'
-
-
-LATEX_NOTES = (
-    "% Needs booktabs; in a paper of two columns, use table*.",
-    "% Speedups are over plain decoding of the same prompts in the process of each method, whose",
-    "% tokens/s are the last column. Brackets: 95 % bootstrap intervals over runs and prompts.",
-)
-
-
-def to_latex(rows: Rows) -> str:
-    """Returns the ranking as a LaTeX table with the rules of the package booktabs.
-
-    A line per finished cell, a part per group. The first exact method of a group is bold, unless
-    the interval of its speedup contains 1. It needs no other package, and the width of a page.
-    """
-    finished = [row for row in rows if row["status"] == "ok"]
-    columns = labels.group_columns(rows)
-    lines = [*LATEX_NOTES, "\\begin{tabular}{lrrrrr}", "\\toprule"]
-    lines.append(_line([heading.heading for heading in HEADINGS]))
-    for group in ranked(finished):
-        best = next((row for row in group if labels.is_exact(row)), None)
-        if best is not None and best["low"] is not None and best["low"] <= 1:
-            best = None
-        title = escaped(labels.describe({name: group[0].get(name) for name in columns}))
-        lines += ["\\midrule", f"\\multicolumn{{6}}{{l}}{{\\emph{{{title}}}}} \\\\"]
-        for row in group:
-            texts = ["–" if row[h.column] is None else h.text(row) for h in HEADINGS]
-            lines.append(_line(texts, bold=row is best))
-    return "\n".join([*lines, "\\bottomrule", "\\end{tabular}", ""])
-
-
-def _line(texts: Sequence[str], bold: bool = False) -> str:
-    cells = [escaped(text) for text in texts]
-    if bold:
-        cells[0] = f"\\textbf{{{cells[0]}}}"
-    return " & ".join(cells) + " \\\\"
-
-
-_LATEX = {character: f"\\{character}" for character in "&%$#_{}"} | {
-    "\\": "\\textbackslash{}",
-    "~": "\\textasciitilde{}",
-    "^": "\\textasciicircum{}",
-    "τ": "$\\tau$",
-    "–": "--",
-}
-
-
-def escaped(text: str) -> str:
-    """Returns a text with LaTeX's special characters escaped."""
-    return text.translate(str.maketrans(_LATEX))

@@ -34,10 +34,6 @@ class CellResult:
     def key(self) -> str:
         return self.folder.name
 
-    def tokens(self) -> list[list[int]]:
-        """Returns the new tokens of each request."""
-        return [line["tokens"] for line in self.requests()]
-
     def requests(self) -> list[dict[str, Any]]:
         """Returns the line of each request."""
         lines = (self.folder / "requests.jsonl").read_text("utf-8").splitlines()

@@ -86,7 +86,7 @@ def notes(rows: list[dict[str, Any]]) -> list[str]:
             )
     finished = [row for row in rows if row["status"] == "ok"]
     untraced = [
-        f"batch {row['batch']}, context {row['context']}, {row['method']}: no bar in the figure of "
+        f"batch {row['batch']}, context {row['context']}, {row['method']}: no bar in the chart of "
         f"phases: {row['phases_error']}"
         for row in finished
         if row.get("phases_error")

@@ -140,7 +140,7 @@ def scripted(tiny, monkeypatch):
     """Makes a scripted bench; bandwidth, phases and the report are scripted too."""
     monkeypatch.setattr(measure.bandwidth, "read_bandwidth", lambda: 2e10)
     monkeypatch.setattr(measure, "_phases", lambda bench, cell, folder: ({"draft": 0.25}, ""))
-    monkeypatch.setattr(page, "write", lambda results, to_do: ["report.html"])
+    monkeypatch.setattr(page, "write", lambda results, to_do: None)
     return lambda fails=lambda cell: None: ScriptedBench(tiny, fails)
 
 

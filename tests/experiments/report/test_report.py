@@ -1,6 +1,6 @@
 """The report of a folder of results: finished cells, and failed ones."""
 
-import itertools
+import json
 import re
 import shutil
 
@@ -63,27 +63,6 @@ def fill(directory, batches=(1, 4), contexts=(64, 96), faster=1.0, failed=FAILED
     return directory
 
 
-FIGURES = ["acceptance", "depth", "phases", "speedup", "speedup_by_batch", "speedup_by_context"]
-FIGURES += ["speedup_map", "tau", "throughput"]
-
-
-def figures_of(folder):
-    return sorted({path.stem.split("-")[0] for path in (folder / "figures").glob("*.*")})
-
-
-def page_size(pdf):
-    """Returns (width, height) in points."""
-    return [float(x) for x in re.search(rb"/MediaBox ?\[([^]]*)\]", pdf)[1].split()[2:]]
-
-
-def check_sizes(folder, names):
-    """Checks that the figures have a paper's column widths."""
-    for name, (kind, inches) in itertools.product(names, (("single", 3.3), ("double", 6.9))):
-        file = folder / "figures" / f"{name}-{kind}"
-        assert page_size(file.with_suffix(".pdf").read_bytes())[0] == pytest.approx(72 * inches)
-        assert f'width="{72 * inches:g}pt"' in file.with_suffix(".svg").read_text()
-
-
 def test_the_terminal_notes_the_bandwidth_once_a_group_also_without_plain_rows(tmp_path):
     cells = results_folder.read(fill(tmp_path, failed={})).cells
     methods = [row for row in answer.with_intervals(cells) if row["draft"] != "none"]
@@ -94,32 +73,51 @@ def test_the_terminal_notes_the_bandwidth_once_a_group_also_without_plain_rows(t
     ]
 
 
-def test_a_page_holds_all_cells_figures_and_the_experiment(tmp_path, monkeypatch):
-    folder = fill(tmp_path / "mine")
-    make = page.make_figures
-    monkeypatch.setattr(page, "make_figures", lambda *a: {"speedup": make(*a)["speedup"]})
-    assert page.write(results_folder.read(folder)) == ["report.html", "figures/"]
-    check_sizes(folder, ["speedup"])
+def page_of(folder):
+    """Returns (the HTML of a folder's page, its charts in Vega-Lite by name)."""
+    page.write(results_folder.read(folder))
     html = (folder / "report.html").read_text()
-    assert html.count('class="chart"') == 1 and len(html) < 1e6
-    outside = re.sub("<script.*?</script>", "", html, flags=re.DOTALL)
-    assert "<script src" not in html and not re.search("src=|href=", outside)  # no network
-    # Four groups; 16 cells, twice; two categories of the drafted cells of batch 4; requests of the
-    # drafted cells.
-    rows = (1 + 4) + 2 * (1 + 16) + (1 + 5 * 2) + (1 + 6 + 5 * 4)
-    assert outside.count("<tr") == rows
+    charts = re.search("const charts = (.*);\n", html)
+    return html, json.loads(charts[1]) if charts else {}
+
+
+def test_a_page_holds_the_table_three_charts_and_the_experiment(tmp_path):
+    html, charts = page_of(fill(tmp_path / "mine"))
+    assert list(charts) == ["speedup", "rounds", "phases"]
+    assert html.count('class="chart"') == 3 and html.count("<tr") == 1 + 16
+    assert html.count('class="best"') == 2  # plain decoding wins at batch 1
     assert "15 of 16 cells have a result" in html
     assert "out of memory: the process held 3 GB" in html
     assert "a machine" in html and "budget" in html and "mean acceptance length" in html
     assert "<title>mine: report</title>" in html and "<h1>mine</h1>" in html
 
 
-@pytest.mark.slow
-def test_all_figures_are_written_in_the_widths_of_a_paper(tmp_path):
-    folder = fill(tmp_path / "mine")
-    page.write(results_folder.read(folder))
-    assert figures_of(folder) == FIGURES
-    check_sizes(folder, FIGURES)
+def test_charts_hold_the_cells_with_a_result(tmp_path):
+    _, charts = page_of(fill(tmp_path / "mine"))
+    values = {name: chart["data"]["values"] for name, chart in charts.items()}
+    assert len(values["speedup"]) == len(values["rounds"]) == 11
+    assert {row["panel"] for row in values["speedup"]} == {"batch 1", "batch 4"}
+    assert {row["context"] for row in values["speedup"]} == {64, 96}
+    assert all(row["round"] == pytest.approx(2.0 / row["speedup"]) for row in values["rounds"])
+    assert len(values["phases"]) == 15 * 6
+    shares = [row["ms"] for row in values["phases"] if row["panel"] == "batch 4, context 64"]
+    assert shares == [pytest.approx(100.0)] * 4 * 6
+
+
+def test_methods_without_times_have_no_charts(tmp_path):
+    folder = fill(tmp_path / "mine", batches=(1,), contexts=(64,))
+    phases = dict.fromkeys(f"{name}_s" for name in ("draft", "score", "verify", "commit", "rest"))
+    change(folder, {}, speedup=None, low=None, **phases)
+    html, charts = page_of(folder)
+    assert not charts and page.CDN not in html and "methods are compared by τ" in html
+
+
+def test_a_name_cannot_end_the_script_of_the_charts(tmp_path):
+    folder = fill(tmp_path / "mine", batches=(4,), contexts=(64,))
+    change(folder, {"draft": "small"}, method="</script><b>")
+    html, charts = page_of(folder)
+    assert "</script><b>" not in html
+    assert "</script><b>" in {row["method"] for row in charts["speedup"]["data"]["values"]}
 
 
 def test_the_page_opens_with_the_best_method_and_where_plain_decoding_wins(tmp_path):
@@ -128,7 +126,8 @@ def test_the_page_opens_with_the_best_method_and_where_plain_decoding_wins(tmp_p
     assert [where for where, one in found.items() if one.plain_wins] == [(1, 64), (1, 96)]
     assert found[4, 64].best["draft"] == "small" and found[4, 64].best["speedup"] == 2.5
     assert found[4, 96].best["budget"] == 256  # the small model failed
-    html = page._page(results_folder.read(tmp_path / "mine"), rows, "", to_do=2)
+    page.write(results_folder.read(tmp_path / "mine"), to_do=2)
+    html = (tmp_path / "mine" / "report.html").read_text()
     text = " ".join(re.sub("<[^>]*>", "", html.split("</h1>")[1]).split())
     assert text.startswith(
         f"Fastest: {found[4, 96].best['method']}, 3.30 [3.30, 3.30]× plain decoding (batch 4, "
@@ -136,13 +135,12 @@ def test_the_page_opens_with_the_best_method_and_where_plain_decoding_wins(tmp_p
         "Plain decoding wins at batch 1, context 64; "
         "batch 1, context 96. 15 of 18 cells have a result."
     )
-    assert f"plain decoding (next: {found[1, 64].best['method']})" in text
 
 
 def test_the_ranking_has_its_columns_first_and_values_to_sort_by(tmp_path):
     rows = answer.with_intervals(results_folder.read(fill(tmp_path / "mine")).cells)
     html = ranking.to_html(rows)
-    headings = re.findall("<th>([^<]*)</th>", html)
+    headings = re.findall("<th[^>]*>([^<]*)</th>", html)
     first = ["method", "τ", "exact", "speedup", "tokens/s", "plain tokens/s"]
     assert headings == [*first, "batch", "context", "acceptance rate", "ms/token"]
     assert 'data-sort="3.0"' in html and "3.00 [3.00, 3.00]" in html
@@ -150,44 +148,19 @@ def test_the_ranking_has_its_columns_first_and_values_to_sort_by(tmp_path):
     assert names[0] == "plain" and names[-1] != "plain"  # slower at batch 1, context 64
 
 
-def test_a_latex_table_is_escaped(tmp_path):
-    assert ranking.escaped("a_b 50% + 2") == "a\\_b 50\\% + 2"
+def test_the_table_has_tau_by_category_of_prompts(tmp_path):
+    cells = results_folder.read(fill(tmp_path / "mine", contexts=(64,))).cells
+    found = {(c.row["batch"], c.row["draft"]): ranking.tau_by_category(c) for c in cells}
+    # τ is 3, 2.5, 2, 1.5 over 2, 6, 10, 14 rounds, of math, writing, math, writing.
+    assert found[4, "small"] == "math 2.17, writing 1.80"
+    assert found[1, "small"] is None and found[4, "none"] is None
+
+
+def test_the_best_of_a_group_is_bold_unless_its_interval_contains_1(tmp_path):
     folder = fill(tmp_path / "mine", batches=(4,), contexts=(64,))
-    change(folder, {"draft": "small"}, method="draft_1 + 5%, chain:4")
     rows = answer.with_intervals(results_folder.read(folder).cells)
-    table = ranking.to_latex(rows)
-    lines = table.splitlines()
-    assert lines[0].startswith("% Needs booktabs")
-    lines = lines[3:]
-    assert lines[:2] == ["\\begin{tabular}{lrrrrr}", "\\toprule"]
-    assert lines[2] == "method & $\\tau$ & exact & speedup & tokens/s & plain tokens/s \\\\"
-    assert lines[4] == "\\multicolumn{6}{l}{\\emph{batch 4, context 64}} \\\\"
-    assert lines[5].startswith("\\textbf{draft\\_1 + 5\\%, chain:4} & 2.00 & yes & 2.50 [")
-    assert all(line.count(" & ") == 5 for line in lines if " & " in line)
-    undecided = [row | {"low": 0.9} for row in rows]
-    assert "textbf" not in ranking.to_latex(undecided)
-
-
-@pytest.fixture
-def no_figures(monkeypatch):
-    """A report without figures, which take most of the time."""
-    monkeypatch.setattr(page, "make_figures", lambda cells, rows: {})
-
-
-def test_two_folders_are_compared_cell_by_cell(tmp_path, capsys, no_figures):
-    mine = fill(tmp_path / "mine")
-    other = fill(tmp_path / "other", batches=(4,), contexts=(64, 96, 128), faster=0.5, failed={})
-    cells = results_folder.read(other).cells
-    path = next(c.folder for c in cells if c.row["context"] == 64) / "requests.jsonl"
-    path.write_text(path.read_text().replace("[4, 1]", "[5, 1]"))
-    assert page.main(mine, other) == 0
-    lines = (mine / "comparison.csv").read_text().splitlines()
-    assert len(lines) == 1 + 16 + 4  # those of a context that only one has, too
-    table = page.pd.read_csv(mine / "comparison.csv")
-    both = table.dropna(subset=["tok/s ratio"])
-    assert len(both) == 7 and set(both["tok/s ratio"]) == {1.0, 2.0}
-    assert both["same_tokens"].astype(str).value_counts().to_dict() == {"True": 6, "False": 1}
-    assert "comparison" in figures_of(mine) and "same_tokens" in capsys.readouterr().out
+    assert 'class="best"' in ranking.to_html(rows)
+    assert 'class="best"' not in ranking.to_html([row | {"low": 0.9} for row in rows])
 
 
 def broken(tmp_path, how):

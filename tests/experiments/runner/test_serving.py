@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from experiments import launch
-from experiments.report import categories, page, results_folder
+from experiments.report import page
 from experiments.runner import preflight
 from experiments.runner.serving import workload
 from experiments.runner.workload import Bench
@@ -105,7 +105,7 @@ def test_a_grid_of_rates_is_exact_reported_and_resumed(zoo, here, capsys, monkey
         "methods: [{drafter: prompt-lookup, tree: chain:2, adaptive: [false, true]}]\n"
     )
     with monkeypatch.context() as patch:
-        patch.setattr(page, "write", lambda *_: [])
+        patch.setattr(page, "write", lambda *_: None)
         assert launch.main([str(path), "--limit", "3"]) == 0
     assert launch.main([str(path)]) == 0
     assert len(measured) == len(set(measured)) == 5  # finished cells are not measured again
@@ -136,13 +136,10 @@ def test_a_grid_of_rates_is_exact_reported_and_resumed(zoo, here, capsys, monkey
         accepted / sum(metrics["histogram"])
     )
     assert all(sum(request["histogram"]) == request["rounds"] for request in requests)
-    found = results_folder.read(directory).cells
-    assert len(categories.by_request(found)) == 2 * 5  # the cells of one depth
     report = (directory / "report.html").read_text()
-    for text in ("goodput", "TTFT p95", "plain goodput", 'id="ttft"', 'id="depth"'):
+    for text in ("goodput", "TTFT p95", "plain goodput", 'id="speedup"'):
         assert text in report
     assert "goodput" in capsys.readouterr().out
-    assert (directory / "figures" / "goodput.png").exists()
 
 
 @pytest.mark.slow
