@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 import models
 from magicjax.kv_cache import full_cache
@@ -196,30 +196,3 @@ def unembed(
 def logits(model: Any, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
     """Returns the logits after each prefix of `tokens`. The result is large: use short texts."""
     return unembed(model, _hidden(model, jnp.asarray(tokens)))
-
-
-def log_probs(
-    model: Any,
-    tokens: Int[Array, "B T"],
-    index: Int[Array, "B W"],
-    following: Int[Array, "B W"],
-) -> tuple[Float[Array, "B W"], Bool[Array, "B W"]]:
-    """Returns the log-probabilities of tokens, and whether each is the most likely one.
-
-    Each token of `following` is scored after `tokens[row, :index + 1]`. Logits are computed only
-    there, a chunk at a time.
-    """
-    hidden = _hidden(model, jnp.asarray(tokens))
-    return _scored(model, hidden, jnp.asarray(index), jnp.asarray(following))
-
-
-@jax.jit
-def _scored(model, hidden, index, following):
-    def score_chunk(index, following):
-        selected = jnp.take_along_axis(hidden, index[..., None], axis=1)
-        logits = model.unembed(selected)
-        logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-        scores = jnp.take_along_axis(logits, following[..., None], axis=-1)[..., 0]
-        return scores - jax.nn.logsumexp(logits, axis=-1), logits.argmax(-1) == following
-
-    return _map_chunks(score_chunk, index, following)
