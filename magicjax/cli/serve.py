@@ -1,6 +1,8 @@
 """`magicjax serve`: an HTTP server with OpenAI's API."""
 
 import argparse
+import dataclasses
+import functools
 import ipaddress
 import os
 import pathlib
@@ -10,10 +12,17 @@ from typing import Any
 
 import magicjax
 from magicjax.checks import check_whole
-from magicjax.cli import drafting, options, served_models
-from magicjax.cli.served_models import DEFAULTS
-from magicjax.model import DTYPES
+from magicjax.cli import drafting, options, text
+from magicjax.decoding import memory
+from magicjax.decoding.request import Request
+from magicjax.engine import memory_check
+from magicjax.engine.templates import validated
+from magicjax.model import DTYPES, Model
 from magicjax.options import token_count
+from magicjax.verification.logprobs import MAX_ALTERNATIVES
+from sharding import parse_mesh
+
+DEFAULTS = magicjax.EngineConfig()
 
 API_KEY = "MAGICJAX_API_KEY"
 MAX_BODY_BYTES = 4 * 2**20
@@ -21,7 +30,7 @@ MAX_CONNECTIONS = 1000  # many systems allow a process 1,024 files
 MAX_REQUESTS_PER_CLIENT = 256
 KEEP_ALIVE_S = 10
 GRAMMAR_STATES = 2048
-PACKAGES = {"starlette", "uvicorn", "prometheus_client", "pydantic", "pydantic_core", "yaml"}
+PACKAGES = {"starlette", "uvicorn", "prometheus_client", "pydantic", "pydantic_core"}
 TOOL_FORMATS = ("hermes", "llama3")
 
 
@@ -36,23 +45,19 @@ def add(commands: Any) -> None:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--models",
-        metavar="FILE",
-        help="serve several models: YAML that maps the name of each, for clients, to its options, "
-        "those of this command up to `server`, such as 'small: {target: smollm2, slots: 4}'",
-    )
-    parser.add_argument(
         "--verbose", action="store_true", help="log compilations and the size of the caches"
     )
-    add_model(parser)
+    _add_model(parser)
+    _add_engine(parser.add_argument_group("engine"))
     _add_server(parser.add_argument_group("server"))
     parser.set_defaults(run=run)
 
 
-def add_model(parser: Any) -> None:
-    """Adds the options of a model and of its engine."""
+def _add_model(parser: Any) -> None:
     parser.add_argument(
-        "--target", help="model directory, GGUF file, or name that `magicjax fetch` lists"
+        "--target",
+        required=True,
+        help="model directory, GGUF file, or name that `magicjax fetch` lists",
     )
     parser.add_argument("--served-model-name", help="for clients; default: the name of --target")
     parser.add_argument("--tokenizer", help="tokenizer directory, if --target has no tokenizer")
@@ -76,7 +81,6 @@ def add_model(parser: Any) -> None:
         help="of calls of tools; default: that of the chat template, if it is one of these",
     )
     drafting.add_adaptive_speculation(parser)
-    _add_engine(parser.add_argument_group("engine"))
 
 
 def _add_engine(group: Any) -> None:
@@ -252,21 +256,19 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(
             f'magicjax serve requires {error.name}: pip install "magicjax[serve]"'
         ) from error
-    api_key, models = _checked(arguments), _models(arguments)
+    api_key, drafters = _checked(arguments), _drafters(arguments)
+    name = arguments.served_model_name or pathlib.Path(arguments.target).resolve().name
+    described, rows = _described(arguments, drafters)
     with bind(arguments.host, arguments.port) as bound:
         host, port = bound.getsockname()[:2]
         if api_key is None and not ipaddress.ip_address(host).is_loopback:
             _note(f"warning: anyone who reaches {host} can use the model: set ${API_KEY}")
-        served_models.check_memory(models)
         _note("compiling; this takes seconds to minutes")
-        served = []
-        for each in models:
-            engine = magicjax.Engine(
-                each.target, each.drafter, each.tree, each.config, mesh=each.mesh
-            )
-            worker, form = Worker(engine), FORMATS.get(each.arguments.tool_format)
-            worker.warm_up()
-            served.append((Served(each.name, each.target, engine.config, form), worker))
+        engine = magicjax.Engine(**described)
+        worker = Worker(engine)
+        worker.warm_up()
+        form = FORMATS.get(arguments.tool_format)
+        served = Served(name, described["target"], engine.config, form)
         server_options = ServerOptions(
             api_key=api_key,
             allowed_hosts=(arguments.host, *arguments.allowed_hosts),
@@ -281,29 +283,72 @@ def run(arguments: argparse.Namespace) -> int:
             keep_alive_s=arguments.keep_alive_s,
             max_connections=arguments.max_connections,
         )
-        app = create_app(served, server_options)
+        app = create_app(served, worker, server_options)
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        for each in models:
-            _note(f"serving {each.name} at {url} with {each}")
-        return serve(app, [worker for _, worker in served], bound, limits)
+        per_device = " on each device" if arguments.mesh else ""
+        _note(
+            f"serving {name} at {url} with {engine.config.slots} slots of "
+            f"{engine.config.capacity:,} tokens in {served.target.dtype.name}, drafter "
+            f"{' + '.join(drafters) or options.NONE}; memory{per_device}: {memory.count(rows)}"
+        )
+        return serve(app, worker, bound, limits)
 
 
-def _models(arguments: argparse.Namespace) -> list[served_models.Described]:
-    """Returns the models that options or a file describe; raises ValueError for invalid options."""
-    if arguments.models is None:
-        if arguments.target is None:
-            raise ValueError("--target is missing: give a model, or several as --models FILE")
-        return [served_models.describe(arguments)]
-    alone = argparse.ArgumentParser()
-    add_model(alone)
-    for name, default in vars(alone.parse_args([])).items():
-        if getattr(arguments, name) != default:
-            raise ValueError(
-                f"--{name.replace('_', '-')} beside --models describes no model: move it to "
-                f"{arguments.models}"
-            )
-    found = served_models.read(arguments.models, add_model)
-    return [served_models.describe(each) for each in found]
+def _drafters(arguments: argparse.Namespace) -> list[str]:
+    """Returns the texts of the drafters; raises ValueError for invalid options of speculation."""
+    options.check_effects(arguments, [("verifier", not arguments.greedy, "with --greedy")])
+    if arguments.verifier == "greedy":
+        raise ValueError("--verifier greedy does not sample: use --greedy")
+    return drafting.engine_drafters(arguments, not arguments.greedy, "with --greedy")
+
+
+def _described(
+    arguments: argparse.Namespace, drafters: list[str]
+) -> tuple[dict[str, Any], Request]:
+    """Returns the engine's arguments, of models without weights, and a request of all its rows.
+
+    Raises:
+      ValueError, OSError: invalid options, or a model that cannot be read.
+    """
+    tokenizer, dtype = text.tokenizer_of(arguments), options.default_dtype(arguments.backend)
+    mesh = magicjax.make_mesh(*parse_mesh(arguments.mesh)) if arguments.mesh else None
+    target = text.unloaded_target(arguments, tokenizer, dtype)
+    packed = mesh is None and arguments.activations == "int8"
+    own: Any = dict(dtype=arguments.dtype or dtype, packed=packed)
+    load = functools.partial(text.unloaded, **own)
+    drafter, tree = drafting.speculation(drafters, arguments.tree, load)
+    config = engine_config(arguments, target, bool(drafters) and not arguments.no_adaptive)
+    config, row = validated(target, drafter, tree, config, mesh)
+    if arguments.slots is None and mesh is None:
+        slots = memory_check.proportionate_slots(row, config)
+        config = dataclasses.replace(config, slots=slots)
+    engine = dict(target=target, drafter=drafter, tree=tree, config=config, mesh=mesh)
+    return engine, memory_check.all_rows(row, config)
+
+
+def engine_config(
+    arguments: argparse.Namespace, target: Model, adaptive: bool
+) -> magicjax.EngineConfig:
+    """Returns the configuration of the engine that the options describe."""
+    limit = arguments.max_tokens  # the engine uses at most capacity - 1
+    return magicjax.EngineConfig(
+        slots=DEFAULTS.slots if arguments.slots is None else arguments.slots,
+        capacity=arguments.capacity,
+        max_tokens=target.config.max_positions if limit is None else limit,
+        sampling=not arguments.greedy,
+        verifier=arguments.verifier,
+        prefill_chunk=arguments.prefill_chunk,
+        rounds_per_step=arguments.rounds_per_step,
+        adaptive=adaptive,
+        max_stall_ms=arguments.max_stall_ms,
+        queue_limit=arguments.queue_limit,
+        prefix_bytes=arguments.prefix_bytes,
+        host_prefix_bytes=arguments.host_prefix_bytes,
+        grammar_states=arguments.grammar_states,
+        logits_processors=True,
+        logprobs=MAX_ALTERNATIVES,
+        backend=arguments.backend,
+    )
 
 
 def _checked(arguments: argparse.Namespace) -> str | None:

@@ -4,12 +4,11 @@ import asyncio
 import collections
 import concurrent.futures
 import dataclasses
-import functools
 import hmac
 import importlib.resources
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 
 import numpy as np
@@ -39,22 +38,22 @@ PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 )
 GRAMMAR_THREADS = 2
-STATES = ("failed", "stalled", "draining", "ok")  # of an engine, the worst first
 WITH_GRAMMARS = (b'"response_format"', b'"tools"')  # fields of a body
 NO_TOKENS = np.zeros(0, np.int32)
 
-Parse = Callable[[bytes, Mapping[str, Served]], Generation]
+Parse = Callable[[bytes, Served], Generation]
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def create_app(models: Sequence[tuple[Served, Worker]], options: ServerOptions) -> Starlette:
+def create_app(served: Served, worker: Worker, options: ServerOptions) -> Starlette:
     """Returns the application.
 
     Args:
-      models: of different names, whose targets have tokenizers; each with the worker of its engine.
+      served: whose target has a tokenizer.
+      worker: of its engine.
       options: of the server.
     """
-    routes = _Routes(models, options)
+    routes = _Routes(served, worker, options)
     completions = routes.generating(protocol.parse_completion)
     chat = routes.generating(protocol.parse_chat)
     handlers: dict[Any, Any] = {ApiError: _error, HTTPException: _http_error, Exception: _bug}
@@ -87,17 +86,14 @@ def create_app(models: Sequence[tuple[Served, Worker]], options: ServerOptions) 
 class _Routes:
     """Handlers of requests."""
 
-    def __init__(self, models: Sequence[tuple[Served, Worker]], options: ServerOptions):
-        self._models = {served.name: served for served, _ in models}
-        self._workers = {served.name: worker for served, worker in models}
-        self._options, self._created = options, int(time.time())
-        self._texts: dict[str, responses.TokenText] = {}
-        self._metrics = Metrics(self._workers)
-        for served, worker in models:
-            tokenizer = served.target.tokenizer
-            tokenizer("")  # sets truncation and padding once: from now on threads only read it
-            self._texts[served.name] = responses.token_text(tokenizer)
-            worker.on_result = functools.partial(self._metrics.count, served.name)
+    def __init__(self, served: Served, worker: Worker, options: ServerOptions):
+        self._served, self._worker, self._options = served, worker, options
+        self._created = int(time.time())
+        tokenizer = served.target.tokenizer
+        tokenizer("")  # sets truncation and padding once: from now on threads only read it
+        self._texts = responses.token_text(tokenizer)
+        self._metrics = Metrics(served.name, worker)
+        worker.on_result = self._metrics.count
         page = importlib.resources.files("magicjax.server").joinpath("status.html")
         self._page = page.read_text("utf-8")
         # Compiling a grammar can take seconds; requests without one do not wait for it.
@@ -138,9 +134,8 @@ class _Routes:
     async def _respond(self, request: Request, parse: Parse, data: bytes) -> Response:
         executor = self._compiling if any(field in data for field in WITH_GRAMMARS) else None
         loop = asyncio.get_running_loop()
-        generation = await loop.run_in_executor(executor, parse, data, self._models)
-        name = generation.served.name
-        worker, texts = self._workers[name], self._texts[name]
+        generation = await loop.run_in_executor(executor, parse, data, self._served)
+        worker, texts = self._worker, self._texts
         job = await worker.submit(generation)
         request.state.job = job  # for the access log
         if generation.stream:
@@ -152,15 +147,14 @@ class _Routes:
         return JSONResponse(await asyncio.to_thread(responses.answer, generation, texts, results))
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse(responses.model_list(self._models.values(), self._created))
+        return JSONResponse(responses.model_list(self._served, self._created))
 
     async def model(self, request: Request) -> Response:
-        served = protocol.chosen_model(request.path_params["name"], self._models)
-        return JSONResponse(responses.model_card(served, self._created))
+        protocol.check_model(request.path_params["name"], self._served)
+        return JSONResponse(responses.model_card(self._served, self._created))
 
     async def health(self, request: Request) -> Response:
-        states = {worker.state(self._options.stall_s) for worker in self._workers.values()}
-        state = next(each for each in STATES if each in states)
+        state = self._worker.state(self._options.stall_s)
         return JSONResponse({"status": state}, 200 if state == "ok" else 503)
 
     async def metrics(self, request: Request) -> Response:
@@ -171,7 +165,7 @@ class _Routes:
         return HTMLResponse(self._page, headers={"Content-Security-Policy": PAGE_POLICY})
 
     async def status(self, request: Request) -> Response:
-        return _EventStream(_states(self._workers))
+        return _EventStream(_states(self._served.name, self._worker))
 
 
 async def _error(_: Request, error: ApiError) -> Response:
@@ -303,21 +297,14 @@ async def _chunks(job: Job, texts: responses.TokenText) -> AsyncIterator[str]:
     yield "data: [DONE]\n\n"
 
 
-async def _states(workers: Mapping[str, Worker]) -> AsyncIterator[str]:
-    """Yields the states of all engines every second, until the server ends."""
-    newest = collections.deque[tuple[dict[str, Snapshot], float]](maxlen=RATE_EVENTS + 1)
+async def _states(model: str, worker: Worker) -> AsyncIterator[str]:
+    """Yields the state of the engine every second, until the server ends."""
+    newest = collections.deque[tuple[Snapshot, float]](maxlen=RATE_EVENTS + 1)
     while True:
-        snapshots = {name: worker.snapshot for name, worker in workers.items()}
-        newest.append((snapshots, time.monotonic()))
-        (before, then), (_, now) = newest[0], newest[-1]
-        yield _event(
-            [
-                _state(name, worker.config.slots, snapshots[name], before[name], now - then)
-                for name, worker in workers.items()
-            ]
-        )
-        ended = (worker.draining and not worker.num_jobs for worker in workers.values())
-        if any(worker.error is not None for worker in workers.values()) or all(ended):
+        newest.append((worker.snapshot, time.monotonic()))
+        (before, then), (snapshot, now) = newest[0], newest[-1]
+        yield _event(_state(model, worker.config.slots, snapshot, before, now - then))
+        if worker.error is not None or (worker.draining and not worker.num_jobs):
             return
         await asyncio.sleep(STATUS_S)
 

@@ -1,7 +1,6 @@
 """Metrics in the format of Prometheus."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -21,10 +20,11 @@ class Metrics:
       registry: for `prometheus_client.generate_latest`.
     """
 
-    def __init__(self, workers: Mapping[str, Worker]):
-        """Registers all metrics of the workers, by name of the model."""
+    def __init__(self, model: str, worker: Worker):
+        """Registers all metrics of the worker of a model."""
         self.registry = CollectorRegistry()
-        self.registry.register(_OfEngines(workers))
+        self.registry.register(_OfEngine(model, worker))
+        self._model = model
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             labels = ("model", *labels)
@@ -52,9 +52,9 @@ class Metrics:
         )
         self._total = histogram("request_seconds", "From arrival to the end", SECONDS)
 
-    def count(self, model: str, result: Result) -> None:
+    def count(self, result: Result) -> None:
         """Counts a finished request."""
-        stats = result.stats
+        stats, model = result.stats, self._model
         self._prompt.labels(model).inc(stats.prompt_tokens)
         self._new.labels(model).inc(stats.new_tokens)
         self._drafted.labels(model).inc(stats.drafted)
@@ -71,24 +71,21 @@ class Metrics:
             self._itl.labels(model).observe(seconds)
 
 
-class _OfEngines(Collector):
-    """What the engines themselves count."""
+class _OfEngine(Collector):
+    """What the engine itself counts."""
 
-    def __init__(self, workers: Mapping[str, Worker]):
-        self._workers = workers
+    def __init__(self, model: str, worker: Worker):
+        self._model, self._worker = model, worker
 
     def describe(self) -> list[Metric]:
         return []
 
     def collect(self) -> Iterator[Metric]:
-        families: dict[str, Any] = {}
-        for model, worker in self._workers.items():
-            for kind, name, text, labels, values in _measured(worker):
-                if name not in families:
-                    families[name] = kind(f"magicjax_{name}", text, labels=("model", *labels))
-                for own, value in values.items():
-                    families[name].add_metric((model, *own), value)
-        yield from families.values()
+        for kind, name, text, labels, values in _measured(self._worker):
+            family = kind(f"magicjax_{name}", text, labels=("model", *labels))
+            for own, value in values.items():
+                family.add_metric((self._model, *own), value)
+            yield family
 
 
 def _measured(worker: Worker) -> Iterator[tuple]:

@@ -92,18 +92,18 @@ class Generation:
     tools: Tools | None = None
 
 
-def parse_completion(data: bytes, models: Mapping[str, Served]) -> Generation:
+def parse_completion(data: bytes, served: Served) -> Generation:
     """Returns the request that a body of /v1/completions makes.
 
     Args:
       data: the body.
-      models: by name.
+      served: the model.
 
     Raises:
       ApiError: 400 or 404.
     """
     body = bodies.parse_completion(_json(data))
-    served = chosen_model(body.model, models)
+    check_model(body.model, served)
     prompt: Any = body.prompt
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         prompt = [prompt]
@@ -127,13 +127,13 @@ def parse_completion(data: bytes, models: Mapping[str, Served]) -> Generation:
     return dataclasses.replace(generation, echo=texts)
 
 
-def parse_chat(data: bytes, models: Mapping[str, Served]) -> Generation:
+def parse_chat(data: bytes, served: Served) -> Generation:
     """Returns the request that a body of /v1/chat/completions makes.
 
     Arguments and errors are those of `parse_completion`.
     """
     body = bodies.parse_chat(_json(data))
-    served = chosen_model(body.model, models)
+    check_model(body.model, served)
     if not served.target.tokenizer.chat_template:
         raise ApiError(400, "the model has no chat template: use /v1/completions")
     n = _checked_count(body, 1, served.config)
@@ -203,25 +203,15 @@ def _json(data: bytes) -> Any:
         raise ApiError(400, f"the body is not valid JSON: {error}") from None
 
 
-def chosen_model(name: str | None, models: Mapping[str, Served]) -> Served:
-    """Returns the model of a name, which may be omitted if there is only one.
-
-    Raises:
-      ApiError: 400 or 404.
-    """
-    if name is None and len(models) == 1:
-        return next(iter(models.values()))
-    use = f"use {' or '.join(map(repr, models))}"
-    if name is None:
-        raise ApiError(400, f"model is missing, and {len(models)} are served: {use}", param="model")
-    if name not in models:
+def check_model(name: str | None, served: Served) -> None:
+    """Raises ApiError (404) if a request names another model."""
+    if name not in (None, served.name):
         raise ApiError(
             404,
-            f"the model {name[:100]!r} is not served here: {use}",
+            f"the model {name[:100]!r} is not served here: use {served.name!r}",
             param="model",
             code="model_not_found",
         )
-    return models[name]
 
 
 def _checked_count(body: CompletionBody | ChatBody, prompts: int, config: EngineConfig) -> int:

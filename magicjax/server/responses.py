@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -217,9 +217,9 @@ def _joined(first: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
     return then | dict(text=first["text"] + then["text"], logprobs=logprobs)
 
 
-def model_list(models: Iterable[Served], created: int) -> dict[str, Any]:
+def model_list(served: Served, created: int) -> dict[str, Any]:
     """Returns the answer of /v1/models."""
-    return {"object": "list", "data": [model_card(served, created) for served in models]}
+    return {"object": "list", "data": [model_card(served, created)]}
 
 
 def model_card(served: Served, created: int) -> dict[str, Any]:

@@ -5,7 +5,6 @@ import dataclasses
 import signal
 import socket
 import time
-from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -60,8 +59,8 @@ class Server(uvicorn.Server):
       draining: set it to end the server.
     """
 
-    def __init__(self, app: Starlette, workers: Sequence[Worker], limits: Limits):
-        """The server of an application and of its engines."""
+    def __init__(self, app: Starlette, worker: Worker, limits: Limits):
+        """The server of an application and of its engine."""
         config = uvicorn.Config(
             app,
             log_config=LOGGING_CONFIG | {"loggers": LOGGERS},
@@ -73,7 +72,7 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self.draining = False
-        self._workers, self._limits = workers, limits
+        self._worker, self._limits = worker, limits
         self._drain: asyncio.Future | None = None
         # By connection: its newest request, and since when this one has ended.
         self._idle: dict[Any, tuple[Any, float]] = {}
@@ -85,11 +84,10 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         if self.draining and self._drain is None:
-            drains = (worker.drain(self._limits.drain_s) for worker in self._workers)
-            self._drain = asyncio.gather(*drains)
+            self._drain = asyncio.ensure_future(self._worker.drain(self._limits.drain_s))
         self._close_idle()
         drained = self._drain is not None and self._drain.done()
-        self.should_exit = drained or _has_failed(self._workers)
+        self.should_exit = drained or self._worker.error is not None
         return await super().on_tick(counter)
 
     def _close_idle(self) -> None:
@@ -112,14 +110,10 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
-        await asyncio.gather(*(worker.stop() for worker in self._workers))
+        await self._worker.stop()
 
 
-def run(app: Starlette, workers: Sequence[Worker], bound: socket.socket, limits: Limits) -> int:
-    """Serves until a signal arrives or an engine fails; returns the exit code."""
-    Server(app, workers, limits).run([bound])
-    return FAILED if _has_failed(workers) else 0
-
-
-def _has_failed(workers: Sequence[Worker]) -> bool:
-    return any(worker.error is not None for worker in workers)
+def run(app: Starlette, worker: Worker, bound: socket.socket, limits: Limits) -> int:
+    """Serves until a signal arrives or the engine fails; returns the exit code."""
+    Server(app, worker, limits).run([bound])
+    return 0 if worker.error is None else FAILED

@@ -15,8 +15,7 @@ import pytest
 
 from magicjax import loading
 from magicjax.cli import main
-from magicjax.cli.serve import API_KEY
-from magicjax.cli.served_models import engine_config
+from magicjax.cli.serve import API_KEY, engine_config
 from tests.magicjax import tiny
 
 SECONDS = 120  # until a server in a process has compiled its programs

@@ -48,7 +48,7 @@ def make_engine(target: magicjax.Model, **options) -> magicjax.Engine:
 
 @dataclasses.dataclass
 class Running:
-    """A server that runs in a thread; `engine` and `worker` are of its first model."""
+    """A server that runs in a thread."""
 
     engine: magicjax.Engine
     worker: Worker
@@ -70,30 +70,22 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(
-    engine: magicjax.Engine | dict[str, magicjax.Engine], limits: Limits = LIMITS, **options
-) -> Iterator[Running]:
-    """Runs a server of an engine, or of several by name; ends it, and the engines' requests."""
-    engines = engine if isinstance(engine, dict) else {NAME: engine}
-    engine, *_ = engines.values()
-    models = [
-        (Served(name, each._templates.row.target, each.config), Worker(each))
-        for name, each in engines.items()
-    ]
-    app = create_app(models, ServerOptions(**OPTIONS | options))
-    workers = [worker for _, worker in models]
-    server = Server(app, workers, limits)
+def running(engine: magicjax.Engine, limits: Limits = LIMITS, **options) -> Iterator[Running]:
+    """Runs a server of an engine; ends it, and the engine's requests."""
+    served, worker = Served(NAME, engine._templates.row.target, engine.config), Worker(engine)
+    app = create_app(served, worker, ServerOptions(**OPTIONS | options))
+    server = Server(app, worker, limits)
     with bind("127.0.0.1", 0) as bound:
         thread = threading.Thread(target=server.run, args=([bound],))
         thread.start()
         until(lambda: server.started)
         url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-        made = Running(engine, workers[0], server, thread, url)
+        made = Running(engine, worker, server, thread, url)
         try:
             yield made
         finally:
             made.end()
-            for handle in [handle for each in engines.values() for handle in each.unfinished]:
+            for handle in [*engine.unfinished]:
                 handle.cancel()
 
 

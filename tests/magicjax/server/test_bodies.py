@@ -58,7 +58,7 @@ def served(config: EngineConfig = CONFIG) -> Served:
 
 
 def parse(path: str, config: EngineConfig = CONFIG, **fields) -> Generation:
-    return PARSERS[path](json.dumps(VALID[path] | fields).encode(), {"tiny": served(config)})
+    return PARSERS[path](json.dumps(VALID[path] | fields).encode(), served(config))
 
 
 def refused(path: str, config: EngineConfig = CONFIG, **fields) -> ApiError:
@@ -223,7 +223,7 @@ def test_an_answer_can_be_sent_back_as_the_client_dumps_it():
 @pytest.mark.parametrize("path", PARSERS)
 def test_what_is_not_a_json_object_is_refused(path, data):
     with pytest.raises(ApiError) as raised:
-        PARSERS[path](data, {"tiny": served()})
+        PARSERS[path](data, served())
     assert raised.value.status == 400 and "the body" in raised.value.message
 
 
@@ -270,7 +270,7 @@ BODIES = st.binary() | st.builds(
 @given(data=BODIES)
 def test_any_body_is_a_request_or_the_clients_error(path, data):
     try:
-        assert isinstance(PARSERS[path](data, {"tiny": served()}), Generation)
+        assert isinstance(PARSERS[path](data, served()), Generation)
     except ApiError as error:
         assert 400 <= error.status < 500
         json.dumps(error.body())

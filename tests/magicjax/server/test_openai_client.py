@@ -264,7 +264,7 @@ def test_health_status_page_and_metrics(server, client):
     assert "EventSource" in httpx.get(server.url).text
     with httpx.stream("GET", f"{server.url}/status") as events:
         line = next(events.iter_lines())
-    (state,) = json.loads(line.removeprefix("data: "))
+    state = json.loads(line.removeprefix("data: "))
     assert state["model"] == serving.NAME and state["slots"] == serving.SLOTS
     for name in ("queue", "ttft", "tpot", "itl"):
         times = state["times"][name]

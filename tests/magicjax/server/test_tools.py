@@ -385,7 +385,7 @@ def tools_of(tokenizer, form=None, tools=TOOLS, **fields) -> Tools | None:
 
 def request(target, config=CONFIG, form=None, **fields) -> protocol.Generation:
     data = json.dumps(dict(messages=[USER], tools=TOOLS) | fields).encode()
-    return protocol.parse_chat(data, {"tiny": Served("tiny", target, config, form)})
+    return protocol.parse_chat(data, Served("tiny", target, config, form))
 
 
 def refusal(target, **fields) -> ApiError:
