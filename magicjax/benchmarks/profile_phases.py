@@ -1,4 +1,4 @@
-"""Profiles the compiled loop by phase: draft, score, verify, commit.
+"""Profiles the compiled loop by phase (draft, score, verify, commit) and by operation.
 
 The loop runs once under the profiler. The text of the compiled program gives the scope of
 `loop.step` in which each operation was traced. Every instant is assigned to one phase, so the
@@ -7,20 +7,22 @@ to the scope of its result.
 """
 
 import bisect
+import collections
 import dataclasses
 import gzip
 import itertools
 import json
 import os
 import pathlib
-from collections.abc import Collection, Sequence
+import re
+import tempfile
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.profiler import ProfileData
 
-from magicjax.benchmarks import profile_ops
-from magicjax.benchmarks.profile_ops import Event
 from magicjax.decoding import program_cache, runner
 from magicjax.decoding.paired_timing import PrefilledPrompts
 from magicjax.decoding.preparation import prepare
@@ -35,7 +37,7 @@ from sharding import global_arrays
 PHASES = ("draft", "score", "verify", "commit")
 SCOPES = dict(zip(("propose", "score", "verify", "commit"), PHASES, strict=True))
 REST = "rest"
-ROUNDS = 32  # the trace of a whole run can exceed XLA's limit
+ROUNDS = 32  # XLA drops later events of a trace in JSON than the first million
 FILE = "trace.perfetto.json.gz"
 
 
@@ -51,6 +53,8 @@ class Phases:
       rest: operations outside the phases, such as the loop's condition and copies around it.
       host: gaps between operations: launches and the profiler's overhead.
       rounds: number of traced rounds.
+      operations: seconds by operation, the longest first, without the numbers in names: kernels of
+        a GPU, operations of the compiled program on a CPU. Those that overlap count in full.
     """
 
     draft: float
@@ -60,16 +64,32 @@ class Phases:
     rest: float
     host: float
     rounds: int
+    operations: dict[str, float]
 
     @property
     def seconds(self) -> dict[str, float]:
         """All parts by name; they add up to the wall time."""
-        return {name: x for name, x in dataclasses.asdict(self).items() if name != "rounds"}
+        return {name: getattr(self, name) for name in (*PHASES, REST, "host")}
 
     @property
     def wall_s(self) -> float:
         """The wall time of the traced run, including the profiler's overhead."""
         return sum(self.seconds.values())
+
+
+class Event(NamedTuple):
+    """An executed operation; times are in microseconds.
+
+    Attributes:
+      name: of the operation in the program, or "".
+      kernel: the name in the trace.
+      begin, end: times.
+    """
+
+    name: str
+    kernel: str
+    begin: float
+    end: float
 
 
 class Span(NamedTuple):
@@ -89,7 +109,7 @@ def trace(
     folder: str | os.PathLike | None = None,
     rounds: int = ROUNDS,
 ) -> Phases:
-    """Runs the compiled loop under the profiler and returns its time by phase.
+    """Runs the compiled loop under the profiler and returns its time by phase and operation.
 
     Args:
       target, prompts, params: as for `magicjax.generate`.
@@ -98,8 +118,7 @@ def trace(
       rounds: the most rounds to trace, starting after the prompts.
 
     Raises:
-      ValueError, TypeError: invalid arguments; or this platform's trace does not name operations,
-        or was truncated.
+      ValueError, TypeError: invalid arguments; or this platform's trace does not name operations.
     """
     if rounds < 1:
         raise ValueError(f"rounds={rounds} is too small: trace at least 1 round")
@@ -124,7 +143,7 @@ def trace_request(
       folder, rounds: as for `trace`; rounds is at least 1.
 
     Raises:
-      ValueError: this platform's trace does not name operations, or was truncated.
+      ValueError: this platform's trace does not name operations.
     """
     state = prefilled.start(request)
     compiled = program_cache.totals()
@@ -137,22 +156,85 @@ def trace_request(
     arguments = request.loop_arguments(state)
     text = loop.as_text() or ""
     jax.block_until_ready(arguments)
-    (state, wall_s), raw_trace, events = profile_ops.traced(
-        text, lambda: runner.timed(loop, *arguments)
-    )
+    (state, wall_s), data, raw_trace = traced(lambda: runner.timed(loop, *arguments))
+    match = re.match(r"HloModule ([\w.\-]+)", text)
+    events = events_of(data, match[1] if match else "", jax.default_backend() == "cpu")
     phases, control_flow = phases_of_operations(text, drafting=request.drafter is not None)
     spans = timeline(events, phases, control_flow)
     if folder is not None:
         content = json.dumps(with_track(raw_trace, merge_spans(spans))).encode()
         write_atomically(pathlib.Path(folder) / FILE, gzip.compress(content))
-    return _summary(spans, wall_s, int(global_arrays.fetch(state.histogram).sum(1).max()))
-
-
-def _summary(spans: Sequence[Span], wall_s: float, rounds: int) -> Phases:
     seconds = dict.fromkeys((*PHASES, REST), 0.0)
     for span in spans:
         seconds[span.phase] += 1e-6 * (span.end - span.begin)
-    return Phases(**seconds, host=wall_s - sum(seconds.values()), rounds=rounds)
+    return Phases(
+        **seconds,
+        host=wall_s - sum(seconds.values()),
+        rounds=int(global_arrays.fetch(state.histogram).sum(1).max()),
+        operations=by_operation(events, control_flow),
+    )
+
+
+def traced(run: Callable[[], Any]) -> tuple[Any, ProfileData, dict[str, Any]]:
+    """Returns the result of `run`, which is traced, and the trace, also as JSON."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # Python calls would fill most of a CPU's trace
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            result = run()
+        (data,) = pathlib.Path(folder).rglob("*.xplane.pb")
+        (raw,) = pathlib.Path(folder).rglob("*.trace.json.gz")
+        return (
+            result,
+            ProfileData.from_file(str(data)),
+            json.loads(gzip.decompress(raw.read_bytes())),
+        )
+
+
+def events_of(data: ProfileData, module: str, on_cpu: bool) -> list[Event]:
+    """Returns the events of a program: kernels and copies of devices, or operations of a CPU.
+
+    Args:
+      data: the trace.
+      module: the program's name in the trace, `jit_...`.
+      on_cpu: the program ran on a CPU, which traces do not list as a device.
+
+    Raises:
+      ValueError: the trace has no device or no event of the program.
+    """
+    planes = list(data.planes)
+    devices = [plane for plane in planes if plane.name.startswith("/device:")]
+    if not (devices or on_cpu):
+        raise ValueError(
+            f"the trace has no device, only {sorted(plane.name for plane in planes)}: the device's "
+            "profiler did not start (CUPTI for NVIDIA GPUs)"
+        )
+    events = []
+    for line in (line for plane in devices or planes for line in plane.lines):
+        # A device may have further lines, which repeat the events of its streams by operation.
+        if devices and not line.name.startswith("Stream"):
+            continue
+        for event in line.events:
+            stats = dict(event.stats)
+            # All events of a device count: copies do not name an operation.
+            if devices or stats.get("hlo_module") == module:
+                begin, name = 1e-3 * event.start_ns, stats.get("hlo_op", "")
+                events.append(Event(name, event.name, begin, begin + 1e-3 * event.duration_ns))
+    if not events:
+        raise ValueError(
+            f"the trace has no event of {module}, only {sorted(plane.name for plane in planes)}: "
+            "this profiler does not name operations"
+        )
+    return events
+
+
+def by_operation(events: Sequence[Event], control_flow: Collection[str]) -> dict[str, float]:
+    """Returns the seconds of `Phases.operations`."""
+    total: collections.Counter[str] = collections.Counter()
+    for event in events:
+        if event.name not in control_flow:
+            total[re.sub(r"([._]\d+)+$", "", event.kernel)] += 1e-6 * (event.end - event.begin)
+    return dict(total.most_common())
 
 
 def phases_of_operations(program: str, drafting: bool = True) -> tuple[dict[str, str], set[str]]:

@@ -39,7 +39,7 @@ class Plan:
       target, dtype, backend: of the model; backend "": the best for the device.
       attention: (batch, slots) of attention alone; heads: K, G, D; backends: names, of which "best"
         is the kernel of the device.
-      decoding: (batch, context) of decoding; the first is also profiled.
+      decoding: (batch, context) of decoding.
       grid: (batch, context, gammas) of synthetic acceptance.
       budget: slots of the draft cache.
       rates: synthetic acceptance rates.
@@ -131,12 +131,10 @@ def parts(plan: Plan) -> list[Part]:
     model = f"--target {plan.target} --dtype {plan.dtype} --budget {plan.budget}"
     model += f" --backend {plan.backend}" if plan.backend else ""
     bench = f"magicjax.benchmarks.bench {model} --repeats {plan.repeats}"
-    for i, (batch, context) in enumerate(plan.decoding):
+    for batch, context in plan.decoding:
         shape, name = f"--batch {batch} --context {context}", f"{batch}x{context}"
         timed = "--nodes 5 17 --gamma 4 --rate"
         add(f"decoding-{name}", f"{bench} {shape} {timed}")
-        if i == 0:
-            add(f"profile-{name}", f"magicjax.benchmarks.profile_ops {model} {shape}")
     loop = f"--rate {' '.join(map(str, plan.rates))} --new-tokens {plan.new_tokens}"
     for batch, context, gammas in plan.grid:
         for gamma in gammas:

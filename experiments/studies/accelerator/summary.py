@@ -19,13 +19,6 @@ SECTIONS = (
         ("batch", "context", "part", "ms", "floor / time", "time / T_target"),
     ),
     (
-        "Seconds of the loop",
-        "profile",
-        "wall",
-        ("loop", "rounds", "wall", "attention", "matrix products", "other", "idle", "longest gap")
-        + ("skipped",),
-    ),
-    (
         "Synthetic acceptance",
         "grid",
         "synthetic acceptance",
@@ -43,8 +36,7 @@ def summary(results: dict[str, Any]) -> str:
     if about["smoke"]:
         sections.append("A trial of the commands on tiny sizes: the figures have no meaning.")
     for title, kind, key, columns in SECTIONS:
-        records = [r | r.get("seconds", {}) for r in _rows(parts, kind)]
-        records = [r for r in records if key in r or "skipped" in r]
+        records = [r for r in _rows(parts, kind) if key in r or "skipped" in r]
         if records:
             lines = ([r.get(name) for name in columns] for r in records)
             sections += [f"## {title}", markdown_table(columns, lines)]

@@ -8,7 +8,7 @@ import pytest
 from experiments.studies.accelerator import __main__ as measure_all
 from experiments.studies.accelerator import summary as tables
 from experiments.studies.accelerator.__main__ import SMALL, SMOKE, Part, Plan, parts
-from magicjax.benchmarks import bench, profile_ops
+from magicjax.benchmarks import bench
 from pallas_kernels.benchmarks import bench as attention_bench
 from pallas_kernels.benchmarks import validate
 
@@ -67,7 +67,6 @@ COMMANDS = {
     "pallas_kernels.benchmarks.bench": attention_bench,
     "pallas_kernels.benchmarks.validate": validate,
     "magicjax.benchmarks.bench": bench,
-    "magicjax.benchmarks.profile_ops": profile_ops,
 }
 
 
@@ -113,16 +112,9 @@ def grid(**figures):
     return {"grid-16x32768-gamma4": {"command": "c", "seconds": 1.0, "result": {"rows": rows}}}
 
 
-def profile():
-    seconds = {"wall": 2.0, "attention": 1.0, "matrix products": 0.5, "other": 0.25, "idle": 0.25}
-    row = {"loop": "plain", "rounds": 23, "seconds": seconds | {"longest gap": 0.01}}
-    return {"profile-16x32768": {"command": "c", "seconds": 1.0, "result": {"rows": [row]}}}
-
-
 def test_the_summary_has_every_table_and_reasons_for_missing_baselines():
-    text = tables.summary({"about": ABOUT, "parts": attention() | grid() | profile()})
+    text = tables.summary({"about": ABOUT, "parts": attention() | grid()})
     text = re.sub(" +", " ", text)
     assert "jax 0.11.2, Python 3.12.3" in text
-    assert "| plain | 23 | 2 | 1 | 0.5 | 0.25 | 0.25 | 0.01 | – |" in text
     assert "| tokamax | – | – | – | tokamax is not installed |" in text
     assert "| 16 | 32768 | loop 512 | 4 | 0.8 | 3.3 | 1.8 | 1.95 | 2 |" in text

@@ -5,11 +5,11 @@ import json
 
 import numpy as np
 import pytest
+from jax.profiler import ProfileData
 
 import magicjax
 from magicjax.benchmarks import profile_phases
-from magicjax.benchmarks.profile_ops import Event
-from magicjax.benchmarks.profile_phases import PHASES
+from magicjax.benchmarks.profile_phases import PHASES, Event
 from magicjax.decoding.request import RequestOptions
 from tests.magicjax import tiny
 
@@ -61,6 +61,43 @@ def test_operations_of_a_program_have_phases():
     assert not {"while.1", "done", "copy.5"} & found.keys()
 
 
+GPU = """
+planes {
+  name: "/device:GPU:0"
+  lines {
+    name: "Stream #7(Compute)"
+    events { metadata_id: 1 offset_ps: 100000000 duration_ps: 40000000 stats { metadata_id: 1 str_value: "while.1" } }
+    events { metadata_id: 2 offset_ps: 100000000 duration_ps: 20000000 stats { metadata_id: 1 str_value: "dot.1" } }
+    events { metadata_id: 3 offset_ps: 120000000 duration_ps: 20000000 stats { metadata_id: 1 str_value: "dot.1" } }
+    events { metadata_id: 4 offset_ps: 150000000 duration_ps: 5000000 }
+  }
+  lines { name: "XLA Ops" events { metadata_id: 2 offset_ps: 100000000 duration_ps: 60000000 } }
+  event_metadata { key: 1 value { id: 1 name: "while.1" } }
+  event_metadata { key: 2 value { id: 2 name: "gemm_fusion_1" } }
+  event_metadata { key: 3 value { id: 3 name: "gemm_fusion_2" } }
+  event_metadata { key: 4 value { id: 4 name: "MemcpyD2H" } }
+  stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }
+}
+planes { name: "/host:CPU" lines { name: "python" events { metadata_id: 1 } } }
+"""  # noqa: E501
+
+
+def test_gpu_kernels_and_copies_are_summed_by_operation():
+    data = ProfileData.from_serialized_xspace(ProfileData.text_proto_to_serialized_xspace(GPU))
+    events = profile_phases.events_of(data, "jit_decode", on_cpu=False)
+    assert [(e.name, e.begin, e.end) for e in events[1:]] == [
+        ("dot.1", 100, 120),
+        ("dot.1", 120, 140),
+        ("", 150, 155),
+    ]
+    found = profile_phases.by_operation(events, {"while.1"})
+    assert found == pytest.approx({"gemm_fusion": 40e-6, "MemcpyD2H": 5e-6})
+    host = ProfileData.from_text_proto('planes { name: "/host:CPU" }')
+    for on_cpu, message in ((False, "the trace has no device"), (True, "no event of jit_decode")):
+        with pytest.raises(ValueError, match=message):
+            profile_phases.events_of(host, "jit_decode", on_cpu)
+
+
 PHASE_OF = {"draw": "draft", "dot": "score", "argmax": "verify", "loop": "draft"}
 
 
@@ -109,6 +146,8 @@ def test_a_speculative_loop_has_time_in_every_phase(speculative):
     assert all(getattr(speculative, phase) > 0 for phase in PHASES)
     assert speculative.rest >= 0 and speculative.host >= 0
     assert list(speculative.seconds) == [*PHASES, "rest", "host"]
+    seconds = list(speculative.operations.values())
+    assert seconds == sorted(seconds, reverse=True) and seconds[0] > 0
 
 
 def test_the_phases_add_up_to_the_loops_wall_time(monkeypatch):
