@@ -79,8 +79,8 @@ def add(commands: Any) -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument(
         "--backend",
-        choices=("mosaic", "mosaic_sm80", "tpu", "xla"),
-        help="default: the device's kernel, else xla",
+        choices=("xla",),
+        help="default: the device's kernel, if it has one",
     )
     parser.add_argument(
         "--analytic", action="store_true", help="estimate from shapes, without compilation"

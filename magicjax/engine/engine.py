@@ -251,14 +251,10 @@ class Engine:
             self.run()
         for settings, rows in itertools.product(self._loops.values(), self._batch_sizes):
             speculation.variant(self._templates.slots, settings, rows).compiled(self._state)
-        self.forget_prefixes()
+        self._prefixes.clear()
         self.forget_texts()
         self._counters = Counters(self._loops)
         self._controller = dataclasses.replace(self._controller, probes=Probes())
-
-    def forget_prefixes(self) -> None:
-        """Empties the prefix store and its counts."""
-        self._prefixes.clear()
 
     def forget_texts(self) -> None:
         """Forgets the texts of finished requests that the drafter remembers."""

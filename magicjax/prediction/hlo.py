@@ -201,13 +201,6 @@ def collectives(text: str, group: int | None = None) -> list[Collective]:
     ]
 
 
-def largest_collective(text: str) -> int:
-    """Returns the most elements of any array that a collective returns; 0 without collectives."""
-    lines = ((line, COLLECTIVE.search(line)) for line in text.splitlines())
-    results = (line[: match.start()] for line, match in lines if match)
-    return max((_elements(d) for line in results for _, d in ARRAY.findall(line)), default=0)
-
-
 def _goes_between(line: str, group: int) -> bool:
     """Returns whether any set of devices of a collective spans several groups."""
     if mesh := MESH.search(line):

@@ -165,7 +165,7 @@ def _run(session: Session, unit: int, found: Found) -> int:
     """Runs one schedule; checks the engine, and then every request."""
     rng, engine = session.made.rng(SCHEDULES, unit + 1), session.engine
     if rng.random() < 0.5:
-        engine.forget_prefixes()
+        engine._prefixes.clear()
         engine.forget_texts()
     rate, count = float(rng.uniform(0.3, 3)), int(rng.integers(5, MOST + 1))
     asked: list[Asked] = []

@@ -262,7 +262,7 @@ def exchanged(case: str, mesh: list[int]) -> dict:
     keys = state.cache.k[0]
     return dict(
         collectives={c.kind: c.count for c in hlo.collectives(text)},
-        largest=hlo.largest_collective(text),
+        largest=largest_collective(text),
         keys=int(np.prod(keys.sharding.shard_shape(keys.shape))),
         copied=list(hlo.copied_sizes(text)),
     )
@@ -383,3 +383,11 @@ def with_explicit_axes() -> bool:
     return bool(
         np.array_equal(found.tokens, keywords.generate(target(4), prompts(), **options).tokens)
     )
+
+
+def largest_collective(text: str) -> int:
+    """Returns the most elements of any array that a collective returns; 0 without collectives."""
+    lines = ((line, hlo.COLLECTIVE.search(line)) for line in text.splitlines())
+    arrays = (hlo.ARRAY.findall(line[: match.start()]) for line, match in lines if match)
+    sizes = (np.prod([int(n) for n in d.split(",") if n]) for found in arrays for _, d in found)
+    return int(max(sizes, default=0))

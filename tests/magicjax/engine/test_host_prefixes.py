@@ -139,7 +139,7 @@ def test_a_hit_in_host_memory_gives_the_text_without_a_store(name, tally, caplog
     stats = engine.stats
     assert (stats.prefix_hits, stats.prefix_host_hits) == (3, 3)
     assert stats.prefix_bytes == size and 0 < stats.prefix_host_bytes < 4 * size
-    engine.forget_prefixes()
+    engine._prefixes.clear()
     assert engine.stats.prefix_host_bytes == engine.stats.prefix_host_hits == 0
 
 

@@ -117,7 +117,7 @@ def test_a_text_that_changed_earlier_is_prefilled_from_there(tally):
     """Chat templates may render earlier messages differently, and a chat may start again."""
     engine = Long.engine("ensemble")
     for change, shared in CHANGES.values():
-        engine.forget_prefixes()
+        engine._prefixes.clear()
         first = engine.submit(Long.prompt(100), GREEDY).result().tokens
         text = change(np.concatenate([Long.prompt(100), first]))
         found = engine.submit(text, GREEDY).result()

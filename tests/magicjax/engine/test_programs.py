@@ -301,7 +301,7 @@ def row_programs(name: str, data: int) -> dict:
         found[what] = dict(
             moved=sum(sum(moves(text, size).values()) for size in sizes),
             collectives=sorted({c.kind for c in hlo.collectives(text)}),
-            largest=hlo.largest_collective(text),
+            largest=mesh_cases.largest_collective(text),
             aliased=memory.alias_size_in_bytes,
             temporary=memory.temp_size_in_bytes,
         )
@@ -333,7 +333,7 @@ def loop_collectives(mesh: list[int]) -> dict:
     text = loop.as_text()
     return dict(
         collectives={c.kind: c.count for c in hlo.collectives(text)},
-        largest=hlo.largest_collective(text),
+        largest=mesh_cases.largest_collective(text),
     )
 
 

@@ -78,7 +78,6 @@ def test_collectives_in_loops_are_counted_as_often_as_they_run():
         "all-reduce": (5, 3 * 4 * 8 * 4 + 4 * 8 * 4 + 4 * 4 + 4 * 8 * 4),
         "all-gather": (1, 2 * 16 * 2),
     }
-    assert hlo.largest_collective(PROGRAM) == 32
 
 
 def test_operations_have_operands_references_and_scopes():
