@@ -230,11 +230,11 @@ def events_of(data: ProfileData, module: str, on_cpu: bool) -> list[Event]:
 
 def by_operation(events: Sequence[Event], control_flow: Collection[str]) -> dict[str, float]:
     """Returns the seconds of `Phases.operations`."""
-    total: collections.Counter[str] = collections.Counter()
+    total: dict[str, float] = collections.defaultdict(float)
     for event in events:
         if event.name not in control_flow:
             total[re.sub(r"([._]\d+)+$", "", event.kernel)] += 1e-6 * (event.end - event.begin)
-    return dict(total.most_common())
+    return dict(sorted(total.items(), key=lambda item: -item[1]))
 
 
 def phases_of_operations(program: str, drafting: bool = True) -> tuple[dict[str, str], set[str]]:
