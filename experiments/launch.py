@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from experiments.report import answer, labels, page, results_folder, terminal
-from experiments.runner import estimates, launchers, multihost, preflight, provenance, tracking
+from experiments.runner import estimates, launchers, multihost, preflight, provenance
 from experiments.runner.cell_process import Limits
 from experiments.schema import columns, config, grid, store
 from experiments.schema.fields import ConfigError
@@ -110,7 +110,6 @@ def run(
     pending: Sequence[grid.Cell],
     console: Console,
     launcher: launchers.Launcher,
-    tracker: tracking.Tracker,
     known: dict[grid.Cell, estimates.Estimate],
     stop: launchers.Stop,
 ) -> None:
@@ -137,15 +136,14 @@ def run(
     parts = (count, BarColumn(), TimeRemainingColumn(), TextColumn("left"))
     with Progress(*parts, console=console) as progress:
         task = progress.add_task("", total=total, count=len(pending), done=0)
-        for step, folder in enumerate(launcher.run(list(cells), limits, stop), 1):
+        for done, folder in enumerate(launcher.run(list(cells), limits, stop), 1):
             cell = cells[folder]
-            progress.update(task, advance=known[cell].seconds, done=step)
+            progress.update(task, advance=known[cell].seconds, done=done)
             row = results_folder.row_of(folder)
             if row is None:
                 continue  # the user has stopped it
             errors = printed.setdefault(grid.plain_of(cell), set())
             _print_cell(progress.console, whole.labels[cell], row, errors)
-            tracker.cell(row, step)
 
 
 def _print_cell(console: Console, label: str, row: dict[str, Any], printed: set[str]) -> None:
@@ -292,7 +290,6 @@ def _launch(
     if experiment.dry_run:
         dry_run(whole, console, known, on_gpu)
         return 0
-    tracking.check(experiment.track)
     with locked(whole.directory / ".lock", wait=False) as acquired:
         if not acquired:
             raise ConfigError(
@@ -342,18 +339,13 @@ def _measure(
         kind = "memory" if cell in whole.too_large else "config"
         store.write_failure(whole.folders[cell], kind, problem)
     _print_failing(whole, console)
-    tracker = tracking.open(
-        list(whole.experiment.track), whole.experiment.name, whole.directory, settings
-    )
     stop = launchers.Stop()
     with stop.on_signals(console.print):
-        run(whole, pending, console, launcher, tracker, known, stop)
+        run(whole, pending, console, launcher, known, stop)
         rows = publish(whole, console)
     passed = all(row["status"] == "ok" and labels.is_exact(row) for row in rows)
     passed &= all(whole.state(cell) == "finished" for cell in pending)
-    status = INTERRUPTED if stop.no_more else 0 if passed else 1
-    tracker.close({INTERRUPTED: "interrupted", 0: "ok", 1: "failed"}[status])
-    return status
+    return INTERRUPTED if stop.no_more else 0 if passed else 1
 
 
 def _use_only_cpu(cells: Sequence[grid.Cell]) -> int:

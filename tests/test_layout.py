@@ -53,7 +53,7 @@ LEVEL = {unit: level for level, units in enumerate(LEVELS) for unit in units}
 
 # The core runs on a bare GPU image, which has none of these. Nothing needs torch.
 NOT_IN_CORE = {"pydantic", "tyro", "yaml", "pandas", "matplotlib", "rich", "tqdm", "torch"} | {
-    *("altair", "wandb", "tensorboardX", "optax", "orbax"),
+    *("altair", "optax", "orbax"),
     *("pydantic_core", "starlette", "uvicorn", "prometheus_client"),
 }
 SERVER = "magicjax/server/"  # needs the extra `serve`; `magicjax serve` imports it when it runs

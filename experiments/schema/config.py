@@ -243,8 +243,6 @@ class Experiment(Strict):
     """Run this share of the cells, evenly spaced, for a first look."""
     profile: bool = False
     """Keep a Perfetto trace of each cell that runs (see ui.perfetto.dev)."""
-    track: list[Literal["wandb", "tensorboard"]] = Field([])
-    """Also log results to wandb or TensorBoard while the grid runs."""
 
     @model_validator(mode="before")
     @classmethod
