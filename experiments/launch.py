@@ -32,6 +32,7 @@ INTERRUPTED = multihost.INTERRUPTED
 class Grid:
     """The cells of an experiment, with their folders and their names in messages.
 
+    `share` are the cells of this worker, by default all.
     `too_large` and `invalid` are the cells that cannot run, each with the reason: those that do not
     fit the memory, and those that fail the preflight check.
     """
@@ -46,6 +47,10 @@ class Grid:
         self.folders = {
             cell: store.cell_folder(self.directory, grid.key(cell)) for cell in self.cells
         }
+        worker, workers = map(int, (experiment.worker or "0/1").split("/"))
+        by_key = sorted(self.cells, key=lambda cell: self.folders[cell])  # mixes the methods
+        mine = {*by_key[worker::workers]}
+        self.share = [cell for cell in self.cells if cell in mine]
         varied = [axis for axis in columns.AXES if axis not in labels.SIZES]
         named = [axis for axis in varied if len({getattr(c, axis) for c in self.cells}) > 1]
         self.labels = {cell: _label(cell, named) for cell in self.cells}
@@ -57,7 +62,8 @@ class Grid:
     def failing(self) -> dict[grid.Cell, str]:
         """Returns the cells without a result that cannot run, with the reasons."""
         found = self.invalid | self.too_large
-        return {cell: text for cell, text in found.items() if self.state(cell) != "finished"}
+        mine = [cell for cell in self.share if cell in found]
+        return {cell: found[cell] for cell in mine if self.state(cell) != "finished"}
 
     def pending(self) -> list[grid.Cell]:
         """Returns the cells to measure in this run, of those that can run.
@@ -66,7 +72,7 @@ class Grid:
           ConfigError: finished cells are stale and `stale` is "refuse".
         """
         settings = self.experiment
-        cells = [cell for cell in self.cells if cell not in self.invalid]
+        cells = [cell for cell in self.share if cell not in self.invalid]
         if settings.fraction is not None:
             count = max(1, round(settings.fraction * len(cells)))
             cells = [cells[i * len(cells) // count] for i in range(count)]
@@ -164,15 +170,17 @@ def _print_cell(console: Console, label: str, row: dict[str, Any], printed: set[
 
 def publish(whole: Grid, console: Console) -> list[dict[str, Any]]:
     """Writes the summary and the report; returns the rows of the cells that have ended."""
-    rows = [row for folder in whole.folders.values() if (row := results_folder.row_of(folder))]
-    if rows:
+    rows = [row for c in whole.share if (row := results_folder.row_of(whole.folders[c]))]
+    if whole.experiment.worker:
+        console.print("run the command without --worker for the report of all workers")
+    elif rows:
         console.print("writing the report")
         _report(whole, console, rows)
     else:
         console.print("no cell has ended: nothing to report")
-    if left := len(whole.cells) - len(rows):
+    if left := len(whole.share) - len(rows):
         console.print(
-            f"{left} of {len(whole.cells)} cells are still to do: rerun the command to resume"
+            f"{left} of {len(whole.share)} cells are still to do: rerun the command to resume"
         )
     return rows
 
@@ -271,8 +279,7 @@ def _launch(
     """Returns the exit status of an experiment; `in_process` runs cells in a multi-process run."""
     whole = Grid(experiment)
     store.check_folder(whole.directory, {folder.name for folder in whole.folders.values()})
-    jobs_on_gpu = experiment.launcher == "slurm" and experiment.slurm.gpus > 0
-    on_gpu = jobs_on_gpu or bool(launchers.gpus())
+    on_gpu = bool(launchers.gpus())
     devices = 0 if in_process else _use_only_cpu(whole.cells)
     record = experiment.impossible == "record"
     whole.invalid = preflight.check_models(whole.groups, record)
@@ -290,7 +297,8 @@ def _launch(
     if experiment.dry_run:
         dry_run(whole, console, known, on_gpu)
         return 0
-    with locked(whole.directory / ".lock", wait=False) as acquired:
+    shared = bool(experiment.worker)
+    with locked(whole.directory / ".lock", wait=False, shared=shared) as acquired:
         if not acquired:
             raise ConfigError(
                 f"{whole.directory} is in use by another launcher: wait for it, or give another "
@@ -329,10 +337,10 @@ def _measure(
 ) -> int:
     """Returns the exit status of a run that holds the folder's lock."""
     pending = whole.pending()  # refuses stale cells before anything is written
-    store.remove_partials(whole.directory)
-    settings = whole.experiment.model_dump(
-        mode="json", exclude_unset=True, exclude=set(multihost.SETTINGS)
-    )
+    if not whole.experiment.worker:  # else others may be writing
+        store.remove_partials(whole.directory)
+    hidden = {*multihost.SETTINGS, "worker"}
+    settings = whole.experiment.model_dump(mode="json", exclude_unset=True, exclude=hidden)
     store.write_experiment(whole.directory, settings)
     for cell, problem in whole.failing().items():
         store.write_cell(whole.folders[cell], grid.resolved(cell))

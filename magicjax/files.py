@@ -21,15 +21,17 @@ def write_atomically(path: str | os.PathLike, content: str | bytes) -> None:
 
 
 @contextlib.contextmanager
-def locked(path: pathlib.Path, wait: bool = True) -> Iterator[bool]:
+def locked(path: pathlib.Path, wait: bool = True, shared: bool = False) -> Iterator[bool]:
     """Yields whether this process holds the lock of a file, which ends with the process.
 
-    `wait` is whether to wait for the process that holds it. The file's folder is created.
+    `wait` is whether to wait for the process that holds it; several may hold it `shared`. The
+    file's folder is created.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
+    with path.open("w+") as file:  # NFS requires reading for a shared lock, writing for the other
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            mode = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+            fcntl.flock(file, mode | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             yield False
             return

@@ -1,6 +1,6 @@
 """Runs and monitors the process of a cell; a crash is recorded as the cell's failure.
 
-SLURM jobs and Ray tasks call the same function as the local launcher.
+Ray tasks call the same function as the local launcher.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Launchers run cells on this machine, as SLURM jobs, or on a Ray cluster.
+"""Launchers run cells on this machine or on a Ray cluster.
 
 Each launcher takes the folders of cells and yields them as the cells end. A folder then holds a
 result or a failure, or neither if the user stopped the run before or during this cell.
@@ -7,15 +7,12 @@ result or a failure, or neither if the user stopped the run before or during thi
 import collections
 import concurrent.futures
 import contextlib
-import functools
 import itertools
 import os
 import pathlib
 import shutil
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -82,10 +79,8 @@ def make(experiment: Experiment, devices: int) -> Launcher:
     Raises:
       ConfigError: a package is missing, or there are too few GPUs.
     """
-    if experiment.launcher == "slurm":
-        return Slurm(experiment, devices)
     if experiment.launcher == "ray":
-        return Ray(experiment, devices)
+        return Ray(devices)
     return Local(gpus(), devices, experiment.jobs)
 
 
@@ -168,88 +163,15 @@ class Local:
                     stop.request(2)
 
 
-class Slurm:
-    """SLURM jobs through submitit: a job array with one job per cell.
+class Ray:
+    """Tasks on a Ray cluster, which queues them and moves them off lost nodes.
 
-    All nodes must see the folder of results.
+    A cell has as many GPUs as its mesh, or a whole node of a cluster without GPUs. All nodes have
+    magicjax installed and see the folder of results at the same path.
     """
 
-    def __init__(self, experiment: Experiment, devices: int):
-        """Raises ConfigError if submitit or SLURM is missing, or `slurm.gpus` is too small."""
-        try:
-            import submitit
-        except ImportError as error:
-            raise ConfigError("launcher=slurm needs submitit: pip install submitit") from error
-        slurm = experiment.slurm
-        if slurm.cluster == "slurm" and 0 < slurm.gpus < devices:
-            raise ConfigError(
-                f"mesh: a cell needs {devices} devices, but slurm.gpus is {slurm.gpus}: set it to "
-                f"{devices}"
-            )
-        if slurm.cluster == "slurm" and not shutil.which("sbatch"):
-            raise ConfigError(
-                "launcher=slurm: this machine has no `sbatch`: run it on a SLURM login node, or "
-                "try it with --slurm.cluster local"
-            )
-        logs = pathlib.Path(experiment.results) / experiment.name / "jobs"
-        self.executor = submitit.AutoExecutor(folder=logs, cluster=slurm.cluster)
-        self.executor.update_parameters(name=experiment.name, timeout_min=slurm.minutes)
-        if slurm.cluster == "slurm":
-            options = {
-                "slurm_partition": slurm.partition or None,
-                "slurm_account": slurm.account or None,
-                "slurm_gpus_per_node": slurm.gpus or None,
-                "slurm_cpus_per_task": slurm.cpus,
-                "slurm_mem": f"{slurm.memory_gb:g}GB" if slurm.memory_gb else None,
-                "slurm_array_parallelism": slurm.at_once,
-                "slurm_setup": slurm.setup or None,
-            }
-            self.executor.update_parameters(**{k: v for k, v in options.items() if v is not None})
-        self.size = sys.maxsize if slurm.cluster == "slurm" else 1  # cells of a job array
-
-    def run(
-        self, folders: Sequence[pathlib.Path], limits: Limits, stop: Stop
-    ) -> Iterator[pathlib.Path]:
-        """Yields the folders as their cells end; a job that SLURM killed is a failure."""
-        task = functools.partial(cell_process.run, limits=limits)
-        waiting = [folder.resolve() for folder in folders]
-        jobs: dict[Any, pathlib.Path] = {}
-        try:
-            while (waiting or jobs) and not stop.now():
-                if stop.no_more:
-                    waiting = []
-                    for job in [job for job in jobs if job.state == "PENDING"]:
-                        job.cancel()
-                        del jobs[job]
-                elif not jobs:
-                    batch, waiting = waiting[: self.size], waiting[self.size :]
-                    try:
-                        jobs = dict(zip(self.executor.map_array(task, batch), batch))
-                    except (RuntimeError, OSError, subprocess.SubprocessError) as error:
-                        raise ConfigError(f"SLURM refused the jobs: {error}") from error
-                for job in [job for job in jobs if job.done()]:
-                    folder = jobs.pop(job)
-                    if not stop.no_more:
-                        _record_crash(folder, job.exception())
-                    yield folder
-                time.sleep(POLL_S)
-        finally:
-            for job in jobs:
-                job.cancel()
-
-
-def _record_crash(folder: pathlib.Path, error: BaseException | None) -> None:
-    """Records the failure of a job without a result, such as a lost node or a cluster limit."""
-    if store.state(folder) == "to do":
-        message = f"{type(error).__name__}: {error}" if error else "the job ended without a result"
-        store.write_failure(folder, "crash", message.splitlines()[0], message)
-
-
-class Ray:
-    """Tasks on a Ray cluster. All nodes must see the folder of results."""
-
-    def __init__(self, experiment: Experiment, devices: int):
-        """Connects to the cluster.
+    def __init__(self, devices: int):
+        """Connects to the cluster of $RAY_ADDRESS or of this machine, or starts one here.
 
         Raises:
           ConfigError: ray is missing, the cluster does not answer, or all nodes have too few GPUs.
@@ -257,48 +179,47 @@ class Ray:
         try:
             import ray
         except ImportError as error:
-            raise ConfigError("launcher=ray needs ray: pip install ray") from error
-        address = experiment.ray_address or None
+            raise ConfigError("launcher=ray needs ray: pip install 'magicjax[ray]'") from error
         try:
-            ray.init(address=address, ignore_reinit_error=True, log_to_driver=False)
+            ray.init(ignore_reinit_error=True, log_to_driver=False)
         except (OSError, ValueError, RuntimeError) as error:  # ConnectionError is an OSError
-            raise ConfigError(f"ray_address={experiment.ray_address!r}: {error}") from error
+            raise ConfigError(f"launcher=ray: {error}") from error
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        gpus = [int(node.get("GPU", 0)) for node in nodes]
-        if 0 < max(gpus, default=0) < devices:
+        gpus = int(max(node.get("GPU", 0) for node in nodes))
+        if 0 < gpus < devices:
             raise ConfigError(
                 f"mesh: a cell needs {devices} GPUs, but the nodes of the cluster have at most "
-                f"{max(gpus)}"
+                f"{gpus}"
             )
-        self.resources = {"num_cpus": 1} | ({"num_gpus": devices} if any(gpus) else {})
-        # Without GPUs one cell per node, unless `jobs` sets more.
-        most = sum(count // devices for count in gpus) if any(gpus) else len(nodes)
-        self.ray, self.jobs = ray, experiment.jobs or most
+        cpus = min(node["CPU"] for node in nodes if "CPU" in node)
+        self.resources = {"num_gpus": devices} if gpus else {"num_cpus": cpus}
+        self.ray = ray
 
     def run(
         self, folders: Sequence[pathlib.Path], limits: Limits, stop: Stop
     ) -> Iterator[pathlib.Path]:
-        """Yields the folders as their cells end; a task that crashed is a failure."""
+        """Yields the folders as their cells end; a cell lost with its node thrice is a failure.
+
+        Raises:
+          ConfigError: the cluster is lost, or a node cannot run cells.
+        """
         ray = self.ray
-        task = ray.remote(max_retries=0, **self.resources)(cell_process.run)
-        waiting = collections.deque(folder.resolve() for folder in folders)
-        running: dict[Any, pathlib.Path] = {}
+        errors = ray.exceptions
+        lost = (errors.WorkerCrashedError, errors.NodeDiedError, errors.OutOfMemoryError)
+        task = ray.remote(max_retries=2, **self.resources)(cell_process.run)
+        running = {task.remote(folder.resolve(), limits): folder for folder in folders}
         try:
-            while (waiting or running) and not stop.now():
-                while waiting and len(running) < self.jobs and not stop.no_more:
-                    folder = waiting.popleft()
-                    running[task.remote(folder, limits)] = folder
-                if not running:
-                    return
+            while running and not stop.no_more:
                 done, _ = ray.wait(list(running), timeout=POLL_S)
                 for reference in done:
                     folder = running.pop(reference)
                     try:
                         ray.get(reference)
-                    except ray.exceptions.TaskCancelledError:
-                        pass  # by the user: the cell stays to do
-                    except ray.exceptions.RayError as error:
-                        _record_crash(folder, error)
+                    except lost as error:
+                        message = f"{type(error).__name__}: {error}"
+                        store.write_failure(folder, "crash", message.splitlines()[0], message)
+                    except errors.RayError as error:
+                        raise ConfigError(f"launcher=ray: {error}") from error
                     yield folder
         finally:
             for reference in running:

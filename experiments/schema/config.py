@@ -60,6 +60,14 @@ def _offload(value: Any) -> Any:
     return ("yes" if value else "") if isinstance(value, bool) else value
 
 
+def _worker(text: str) -> str:
+    if text and not (
+        (match := re.fullmatch(r"(\d+)/(\d+)", text)) and int(match[1]) < int(match[2])
+    ):
+        raise ValueError("give I/N, with I from 0 to N - 1")
+    return text
+
+
 def _rate(value: Any) -> Any:
     """Returns infinity for the text "inf", which YAML writes .inf, and other values unchanged."""
     return math.inf if value == "inf" else value
@@ -69,29 +77,6 @@ def _arrivals(text: str) -> str:
     if not re.fullmatch(r"poisson|burst:[1-9]\d*", text):
         raise ValueError("give poisson, or burst:n for n requests at a time")
     return text
-
-
-class Slurm(Strict):
-    """The SLURM job of a cell; options that are not set take the cluster's defaults."""
-
-    cluster: Literal["slurm", "local", "debug"] = "slurm"
-    """slurm, or submitit's local (processes) or debug, to test without a cluster."""
-    partition: str = ""
-    """Partition (queue)."""
-    account: str = ""
-    """Account to charge."""
-    gpus: Annotated[int, Field(ge=0)] = 1
-    """GPUs of a job."""
-    cpus: Positive | None = None
-    """CPU cores of a job."""
-    memory_gb: Amount | None = None
-    """Main memory of a job."""
-    minutes: Positive = 120
-    """Time limit of a job."""
-    at_once: Positive = 16
-    """Maximum number of jobs that run at the same time."""
-    setup: list[str] = Field([])
-    """Shell commands before a job, e.g. module load cuda."""
 
 
 class Experiment(Strict):
@@ -211,15 +196,15 @@ class Experiment(Strict):
     join_seconds: Amount = JOIN_SECONDS
     """How long the processes wait for each other."""
 
-    launcher: Literal["local", "slurm", "ray"] = "local"
-    """Where cells run: on this machine, as SLURM jobs, or on a Ray cluster."""
-    slurm: Slurm = Slurm()
-    """Options of launcher=slurm."""
-    ray_address: str = ""
-    """With launcher=ray, the address of the cluster. If not set: start one on this machine."""
+    launcher: Literal["local", "ray"] = "local"
+    """Where cells run: on this machine, or on a Ray cluster: that of $RAY_ADDRESS or of this
+    machine, else one is started here."""
+    worker: Annotated[str, AfterValidator(_worker)] = ""
+    """I/N: run only share I of the cells, 0 to N - 1, while other workers run the other shares,
+    such as the jobs of a SLURM array. The command without it then writes the report."""
     jobs: Positive | None = None
-    """Cells that run at the same time, with launcher=local or ray. If not set: one per GPU, without
-    GPUs one. Concurrent cells on a CPU slow each other down."""
+    """With launcher=local, cells that run at the same time. If not set: one per GPU, without GPUs
+    one. Concurrent cells on a CPU slow each other down."""
     memory_limit_gb: Amount | None = None
     """Main memory of a cell's process; a process above it is killed and recorded as failed. If not
     set: no limit."""
@@ -346,24 +331,12 @@ class Experiment(Strict):
 
     @model_validator(mode="after")
     def _check_launcher(self) -> "Experiment":
-        stray = {
-            "slurm": self.launcher != "slurm" and self.slurm != Slurm(),
-            "ray_address": self.launcher != "ray" and self.ray_address,
-            "jobs": self.launcher == "slurm" and self.jobs is not None,
-        }
-        if any(stray.values()):
-            remedy = ", or set slurm.at_once" if stray["jobs"] else ""
-            names = ", ".join(name for name, is_stray in stray.items() if is_stray)
+        if self.launcher == "ray" and self.jobs is not None:
             raise ValueError(
-                f"{names} has no effect with launcher={self.launcher}: remove it{remedy}"
+                "jobs has no effect with launcher=ray, which runs what the cluster holds: remove it"
             )
-        if self.slurm.cluster != "slurm":
-            options = ("partition", "account", "cpus", "memory_gb", "setup")
-            if unused := [f"slurm.{name}" for name in options if getattr(self.slurm, name)]:
-                raise ValueError(
-                    f"{', '.join(unused)} has no effect with slurm.cluster={self.slurm.cluster}: "
-                    "remove it"
-                )
+        if self.launcher == "ray" and self.worker:
+            raise ValueError("worker divides the cells that Ray distributes: remove it")
         return self
 
 

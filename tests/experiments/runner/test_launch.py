@@ -255,6 +255,38 @@ def test_two_launchers_do_not_write_to_one_folder(start, capsys):
     assert "is in use by another launcher" in capsys.readouterr().err
 
 
+def test_workers_divide_the_cells_and_the_command_without_them_reports(start, tmp_path, capsys):
+    partial = tmp_path / "mine" / "cells" / "0123" / ".metrics.json.77.partial"
+    counts, status = [], []
+
+    def other(folder):
+        if not status:
+            partial.parent.mkdir()
+            partial.write_text("{")
+            status.append(None)
+            status[0] = start("--worker", "1/2")
+            status.append(start())
+
+    assert start("--worker", "0/2", before=other) == 0
+    assert status == [0, 2] and "is in use by another launcher" in capsys.readouterr().err
+    assert partial.exists() and not (tmp_path / "mine" / "summary.csv").exists()
+    assert len(folders(tmp_path, store.METRICS)) == 6
+    assert start(before=counts.append) == 0
+    assert not counts and len(summary(tmp_path)) == 6 and not partial.exists()
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 9])
+def test_every_cell_has_one_worker(count):
+    experiment = config.Experiment(**SETTINGS)
+    shares = [
+        launch.Grid(experiment.model_copy(update={"worker": f"{i}/{count}"})).share
+        for i in range(count)
+    ]
+    divided = [cell for share in shares for cell in share]
+    assert len(divided) == 6 and {*divided} == {*launch.Grid(experiment).cells}
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
 def test_half_written_files_of_a_killed_process_are_removed(start, tmp_path):
     folder = tmp_path / "mine" / "cells" / "0123"
     folder.mkdir(parents=True)

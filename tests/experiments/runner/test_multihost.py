@@ -179,7 +179,7 @@ def test_generate_runs_in_two_processes_and_rank_0_prints():
     [
         ({"memory_limit_gb": 3.0}, "memory_limit_gb: not supported with 2 processes"),
         ({"jobs": 2, "timeout_minutes": 1.0}, "timeout_minutes, jobs: not supported with 2"),
-        ({"launcher": "slurm"}, "launcher: not supported with 2"),
+        ({"launcher": "ray"}, "launcher: not supported with 2"),
         ({"profile": True}, "profile: not supported with 2"),
         ({"methods": [{"drafter": "auto"}]}, "auto depends on timings"),
         ({"rank": 7}, "rank=7 is out of range: 2 processes"),

@@ -150,17 +150,21 @@ def test_a_cell_beyond_the_memory_limit_is_recorded_and_the_others_are_measured(
 
 
 @pytest.mark.slow
-def test_slurm_and_ray_launchers_give_the_local_summary(zoo):
-    pytest.importorskip("submitit")
-    summaries = {}
-    for name, arguments in (
-        ("here", ()),
-        ("slurm", ("--launcher", "slurm", "--slurm.cluster", "local")),
-        ("ray", ("--launcher", "ray")),
-    ):
-        if name == "ray":
-            pytest.importorskip("ray")
-        assert launch(write(zoo, name, grid={"batch": [1, 2]}), *arguments).returncode == 0
-        summaries[name] = computed(zoo / "results" / name)
-    assert len(summaries["here"]) == 4
-    assert summaries["here"] == summaries["slurm"] == summaries["ray"]
+def test_workers_and_ray_give_the_local_summary(zoo):
+    axes = {"grid": {"batch": [1, 2]}}
+    assert launch(write(zoo, "here", **axes)).returncode == 0
+    path = write(zoo, "shared", **axes)
+    workers = [
+        subprocess.Popen([*COMMAND, str(path), "--worker", share], env=ENVIRONMENT)
+        for share in ("0/2", "1/2")
+    ]
+    assert [worker.wait() for worker in workers] == [0, 0]
+    measured = whole_files(zoo / "results" / "shared")
+    assert len(measured) == 4 and not (zoo / "results" / "shared" / "summary.csv").exists()
+    assert launch(path).returncode == 0
+    assert whole_files(zoo / "results" / "shared") == measured
+    expected = computed(zoo / "results" / "here")
+    assert computed(zoo / "results" / "shared") == expected
+    pytest.importorskip("ray")
+    assert launch(write(zoo, "ray", **axes), "--launcher", "ray").returncode == 0
+    assert computed(zoo / "results" / "ray") == expected

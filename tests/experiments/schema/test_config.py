@@ -29,7 +29,6 @@ def test_a_file_without_methods_is_refused(tmp_path):
     [
         ("repeets: 3", "repeets", "repeats"),
         ("batches: 3", "batches", "batch"),
-        ("slurm: {minuts: 3}", "slurm.minuts", "minutes"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_one(tmp_path, text, key, nearest):
@@ -95,7 +94,6 @@ def test_options_that_do_not_fit_together_are_refused(tmp_path, method, message)
     [
         ("methods: self", "methods='self': it must be a list, as in methods: [{drafter: self:stre"),
         ("batch: two", "batch='two': it must be an integer"),
-        ("slurm: gpu", "slurm='gpu': it must be `key: value` lines"),
     ],
 )
 def test_values_of_a_wrong_type_are_refused_in_plain_words(tmp_path, text, message):
@@ -154,12 +152,9 @@ REFUSED = [
     ("slots: 3\nmesh: data=2", "slots=3 is not a multiple of data=2 of the mesh"),
     (SERVED + "prompts: chat\nmin_context: 5", "min_context shortens texts, not prompts=chat"),
     (SERVED + "min_new_tokens: 9999", "min_new_tokens=9999 is larger than new_tokens="),
-    ("ray_address: here", "ray_address has no effect with launcher=local: remove it"),
-    ("launcher: slurm\njobs: 2", "remove it, or set slurm.at_once"),
-    (
-        "launcher: slurm\nslurm: {cluster: local, cpus: 2}",
-        "slurm.cpus has no effect with slurm.cluster=local: remove it",
-    ),
+    ("launcher: ray\njobs: 2", "jobs has no effect with launcher=ray"),
+    ("launcher: ray\nworker: 0/2", "worker divides the cells that Ray distributes"),
+    ("worker: 2/2", "give I/N, with I from 0 to N - 1"),
 ]
 
 
