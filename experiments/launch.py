@@ -248,21 +248,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status.
 
     0; 1 if a cell failed or is not exact; 2 for invalid settings; 130 if the user stopped the run.
-    In a multi-process run 4 if another process was lost (`experiments.processes`).
     """
     console = _console()
     try:
         experiment = config.from_command_line(
             sys.argv[1:] if arguments is None else arguments, PROG
         )
-        who = multihost.detect(experiment)
-        if who is None:
+        if not experiment.distributed:
             return _launch(experiment, console)
-        with multihost.joined(who, experiment):
-            if who.rank > 0:
-                return multihost.follow()
-            launcher = multihost.InProcess()
-            return multihost.lead(launcher, lambda: _launch(experiment, console, launcher))
+        multihost.join(experiment)
+        if jax.process_index() > 0:
+            return multihost.follow()
+        launcher = multihost.InProcess()
+        return multihost.lead(launcher, lambda: _launch(experiment, console, launcher))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

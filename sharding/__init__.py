@@ -1,6 +1,6 @@
 """Device meshes: axis names, shardings, collectives, pipelines, and arrays of several processes."""
 
-from sharding import collectives, global_arrays, pipeline
+from sharding import collectives, global_arrays, pipeline, processes
 from sharding.axes import (
     BATCH,
     EMBED,
@@ -56,5 +56,6 @@ __all__ = [
     "parse_mesh",
     "part_bytes",
     "pipeline",
+    "processes",
     "split_over",
 ]

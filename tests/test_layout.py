@@ -41,7 +41,7 @@ LEVELS = (
     ("magicjax.cli",),
     ("magicjax.__main__",),
     ("experiments",),
-    ("experiments.prompts", "experiments.processes"),
+    ("experiments.prompts",),
     ("experiments.schema",),
     ("experiments.runner",),
     ("experiments.report",),

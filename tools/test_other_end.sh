@@ -19,4 +19,4 @@ copies=$loop/decoding/test_compiled.py::test_the_loop_copies_no_cache_and_needs_
     "$loop/decoding/test_exactness.py::test_plain_decoding_gives_the_oracles_text_wherever_rows_end[8]" \
     "$exact[near-dynamic-8]" "$exact[ensemble-2,2,1-8]" \
     "$loop/parallel/test_stages.py::test_stages_give_the_text_of_one_device[snapkv-mesh1-None-2]" \
-    tests/experiments/test_processes.py::test_a_killed_process_is_named_by_all_others "$@"
+    $loop/parallel/test_two_processes.py "$@"

@@ -31,12 +31,13 @@ def watch_parent() -> None:
 def measure_cell(folder: pathlib.Path, bench: Any = None, profile: bool = False) -> bool:
     """Measures a cell and writes its result or its failure; returns whether it succeeded.
 
-    Without a bench it makes one. `profile` is whether to write a trace.
+    Without a bench it makes one. `profile` is whether to write a trace. The loss of another process
+    of this cell is raised: the cell stays to do.
     """
-    from experiments import processes
     from experiments.runner import measure, provenance
     from experiments.runner.serving import cell as serving
     from experiments.schema import grid, store
+    from sharding import processes
 
     cell = grid.restored(store.read_cell(folder))
     started = time.time()
@@ -49,7 +50,8 @@ def measure_cell(folder: pathlib.Path, bench: Any = None, profile: bool = False)
         else:
             metrics, requests = measure.measure(bench, cell, folder if profile else None)
     except Exception as error:  # any error is the result of this cell
-        processes.await_loss(error)
+        if processes.is_loss(error):
+            raise
         line = f"{type(error).__name__}: {error}"
         store.write_json(folder / "env.json", env)
         row = {"device": env["device"]}

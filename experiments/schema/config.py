@@ -21,7 +21,6 @@ import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from experiments import prompts
-from experiments.processes import JOIN_SECONDS
 from experiments.schema import axes, paths
 from experiments.schema.fields import (
     ConfigError,
@@ -185,16 +184,15 @@ class Experiment(Strict):
     """Cells to remove: those in which every named setting has the value, or one of the values;
     drafter, tree, and options such as policy and budget also work."""
 
+    distributed: bool = False
+    """Many processes, on one host or several, run every cell jointly; each starts this launcher."""
     coordinator: str = ""
-    """HOST:PORT of rank 0, if many processes, on one host or several, run every cell jointly; each
-    starts this launcher. srun and, on one host, mpirun provide it."""
+    """With distributed, HOST:PORT of rank 0. If not set: JAX detects it, such as under srun."""
     processes: Positive | None = None
-    """Number of these processes. srun and mpirun provide it."""
+    """With distributed, the number of processes. If not set: JAX detects it."""
     rank: Annotated[int, Field(ge=0)] | None = None
-    """Rank of this process, from 0; rank 0 writes the results. srun, mpirun and Kubernetes provide
-    it."""
-    join_seconds: Amount = JOIN_SECONDS
-    """How long the processes wait for each other."""
+    """With distributed, the rank of this process, from 0; rank 0 writes the results. If not set:
+    JAX detects it."""
 
     launcher: Literal["local", "ray"] = "local"
     """Where cells run: on this machine, or on a Ray cluster: that of $RAY_ADDRESS or of this
@@ -331,6 +329,9 @@ class Experiment(Strict):
 
     @model_validator(mode="after")
     def _check_launcher(self) -> "Experiment":
+        position = self.coordinator or None, self.processes, self.rank
+        if not self.distributed and position != (None, None, None):
+            raise ValueError("coordinator, processes and rank have no effect without distributed")
         if self.launcher == "ray" and self.jobs is not None:
             raise ValueError(
                 "jobs has no effect with launcher=ray, which runs what the cluster holds: remove it"

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import functools
-import hashlib
 import os
 import pathlib
 import sys
@@ -13,8 +12,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 import magicjax
 from magicjax.cli import INTERRUPTED, drafting, options, text
@@ -29,7 +26,7 @@ from magicjax.options import token_count
 from magicjax.trees.token_tree import Tree
 from magicjax.verification.verify import VERIFIERS
 from magicjax.version import version
-from sharding import parse_mesh
+from sharding import parse_mesh, processes
 
 
 def add(commands: Any) -> None:
@@ -139,7 +136,9 @@ def _add_processes(group: Any) -> None:
         "devices; rank 0 prints",
     )
     group.add_argument(
-        "--coordinator", metavar="HOST:PORT", help="address of rank 0; default: from srun"
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="address of rank 0; default: from srun",
     )
     group.add_argument(
         "--processes", type=int, metavar="N", help="their number; default: from srun"
@@ -167,11 +166,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _join(arguments: argparse.Namespace) -> None:
-    """Starts JAX's distributed runtime, and checks that all processes run the same.
+    """Joins the other processes.
 
     Raises:
-      ValueError: times that differ choose the drafter, the mesh has other devices than all, or the
-        processes have different options.
+      ValueError: times that differ choose the drafter, or see `processes.join`.
     """
     if AUTO in arguments.drafter:
         raise ValueError(
@@ -179,31 +177,11 @@ def _join(arguments: argparse.Namespace) -> None:
             "drafter"
         )
     prompt, config = _prompt(arguments), config_of(arguments.target)
-    try:
-        jax.distributed.initialize(arguments.coordinator, arguments.processes, arguments.rank)
-    except (ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"JAX cannot join the processes ({error}): outside srun, pass --coordinator, "
-            "--processes and --rank"
-        ) from error
-    devices = parse_mesh(arguments.mesh).devices if arguments.mesh else 1
-    if devices != jax.device_count():
-        given = f"--mesh {arguments.mesh}" if arguments.mesh else "no --mesh"
-        raise ValueError(
-            f"{given}: {devices} devices, and the {jax.process_count()} processes have "
-            f"{jax.device_count()}: use a mesh of all devices"
-        )
     local = ("run", "rank", "coordinator", "prompt", "prompt_file")
     shared = [(name, value) for name, value in vars(arguments).items() if name not in local]
-    run = repr((*shared, prompt, version(), config))
-    digest = np.frombuffer(hashlib.sha256(run.encode()).digest(), np.uint8)
-    try:
-        multihost_utils.assert_equal(digest)
-    except AssertionError as error:
-        raise ValueError(
-            "the processes have different options, files or versions: start all of them with the "
-            "same command"
-        ) from error
+    position = arguments.coordinator, arguments.processes, arguments.rank
+    run = (*shared, prompt, version(), config)
+    processes.join(*position, meshes=[arguments.mesh or ""], run=run)
 
 
 @contextlib.contextmanager

@@ -152,6 +152,7 @@ REFUSED = [
     ("slots: 3\nmesh: data=2", "slots=3 is not a multiple of data=2 of the mesh"),
     (SERVED + "prompts: chat\nmin_context: 5", "min_context shortens texts, not prompts=chat"),
     (SERVED + "min_new_tokens: 9999", "min_new_tokens=9999 is larger than new_tokens="),
+    ("rank: 1", "coordinator, processes and rank have no effect without distributed"),
     ("launcher: ray\njobs: 2", "jobs has no effect with launcher=ray"),
     ("launcher: ray\nworker: 0/2", "worker divides the cells that Ray distributes"),
     ("worker: 2/2", "give I/N, with I from 0 to N - 1"),
