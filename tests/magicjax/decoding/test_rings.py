@@ -16,7 +16,7 @@ from magicjax.kv_cache.prefill import prefill_cache
 from magicjax.model import RING_SPARE, layer_slots
 from magicjax.settings import StatsSpec
 from tests.magicjax import keywords, tiny
-from tests.magicjax.recomputation import rerun
+from tests.magicjax.recomputation import forward_of, rerun
 from tests.quick import quick
 
 NEW, WIDTH, WINDOW = 48, 512, 20
@@ -27,9 +27,8 @@ OPTIONS = dict(max_tokens=NEW, eos_token_id=[])
 @functools.cache
 def model(kind: str = "mixed", noise: float = 0.0) -> magicjax.Model:
     """Returns a model: `mixed` has layers with and without windows, `windowed` no others."""
-    full = (1, 3) if kind == "mixed" else ()
+    full = (1,) if kind == "mixed" else ()
     config = tiny.config(
-        num_layers=4,
         max_positions=1024,
         sliding_window=WINDOW,
         full_layers=full,
@@ -47,9 +46,14 @@ def prompts() -> list[np.ndarray]:
     return [rng.integers(0, tiny.VOCAB, n).astype(np.int32) for n in LENGTHS]
 
 
-@functools.cache
-def expected(kind: str) -> list[np.ndarray]:
-    return rerun(model(kind), prompts(), NEW, WIDTH)
+_expected: dict[str, list[np.ndarray]] = {}
+
+
+def expected(kind: str, guess: list[np.ndarray] | None = None) -> list[np.ndarray]:
+    """Returns the texts by recomputation, which a right guess saves most of."""
+    if kind not in _expected:
+        _expected[kind] = rerun(model(kind), prompts(), NEW, WIDTH, guess=guess)
+    return _expected[kind]
 
 
 def draftings(kind: str) -> dict[str, dict]:
@@ -79,20 +83,21 @@ def draftings(kind: str) -> dict[str, dict]:
                 drafter=magicjax.SelfSpeculation(magicjax.policies.SnapKV(window=200), 256)
             ),
             "near sparse": dict(drafter=magicjax.SmallModel(model(kind, 0.03), **sparse)),
-            "layers": dict(drafter=magicjax.SelfSpeculation(budget=64, layers="0-1,3")),
+            "layers": dict(drafter=magicjax.SelfSpeculation(budget=64, layers="1")),
             "eagle": dict(drafter=magicjax.Eagle(tiny.head(model(kind)))),
         }
     return found
 
 
 ALL = [(kind, name) for kind in ("mixed", "windowed") for name in draftings(kind)]
-QUICK = [("mixed", name) for name in ("plain", "snapkv", "quest", "near sparse")]
+QUICK = [("mixed", name) for name in ("snapkv", "near sparse")]
 
 
-@pytest.mark.parametrize(("kind", "drafting"), quick(ALL, *QUICK, ("windowed", "streaming")))
+@pytest.mark.parametrize(("kind", "drafting"), quick(ALL, *QUICK))
 def test_texts_are_those_of_full_recomputation(kind, drafting):
     output = keywords.generate(model(kind), prompts(), **OPTIONS, **draftings(kind)[drafting])
-    for row, text in zip(tiny.rows_of(output), expected(kind), strict=True):
+    found = tiny.rows_of(output)
+    for row, text in zip(found, expected(kind, found), strict=True):
         np.testing.assert_array_equal(row, text)
     if drafting in ("quantized copy", "streaming"):
         assert output.stats.acceptance_rate > 0.3  # a wrong window of the draft would lower it
@@ -101,9 +106,14 @@ def test_texts_are_those_of_full_recomputation(kind, drafting):
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_a_window_off_by_one_has_other_texts(shift):
     """Negative control."""
-    wrong = rerun(model(), prompts()[:3], 30, WIDTH, shift)  # longer than the window
-    for row, text in zip(wrong, expected("mixed")):
-        assert (row != text[:30]).any()
+    texts = np.zeros((4, WIDTH), np.int32)
+    for row, prompt, text in zip(texts, prompts(), expected("mixed"), strict=True):
+        row[: len(prompt) + NEW] = np.concatenate([prompt, text])
+    for of_windows in (0, shift):
+        chosen = np.asarray(forward_of(model().module, of_windows)(model().params, texts))
+        for row, own, n in zip(texts[:3], chosen, LENGTHS):  # of more tokens than the window
+            equal = (own[n - 1 : n + NEW - 1] == row[n : n + NEW]).all()
+            assert equal == (of_windows == 0)
 
 
 def test_a_ring_without_its_oldest_position_has_other_texts(changed):
@@ -123,19 +133,22 @@ def test_drafts_of_a_window_within_the_budget_are_the_targets_own():
     """Every layer is as in the target, so all drafts are accepted."""
     self = magicjax.SelfSpeculation(budget=64)
     output = keywords.generate(model("windowed"), prompts(), **OPTIONS, drafter=self)
+    found = tiny.rows_of(output)
+    for row, text in zip(found, expected("windowed", found), strict=True):
+        np.testing.assert_array_equal(row, text)
     assert output.stats.acceptance_rate > 0.999
 
 
 @pytest.mark.parametrize("kind", ["mixed", "windowed"])
 def test_bytes_of_rings(kind):
-    output = keywords.generate(model(kind), prompts()[:1], **OPTIONS)
+    (counted, _) = keywords.prepare(model(kind), prompts()[:1], **OPTIONS).kv_bytes
     target, capacity = model(kind), 448  # 370 + 48, and room for a round
     rings = sum(window is not None for window in target.windows)
-    slots = rings * layer_slots(WINDOW, capacity) + (4 - rings) * capacity
+    slots = rings * layer_slots(WINDOW, capacity) + (2 - rings) * capacity
     assert layer_slots(WINDOW, capacity) == 192 > WINDOW + RING_SPARE - 64
-    assert output.stats.kv_bytes_target == 2 * slots * 2 * 8 * 4
+    assert counted == 2 * slots * 2 * 8 * 4
     full = full_cache.empty(target, 1, capacity)
-    assert sum(x.nbytes for x in (*full.k, *full.v)) == output.stats.kv_bytes_target
+    assert sum(x.nbytes for x in (*full.k, *full.v)) == counted
 
 
 @pytest.mark.slow
@@ -183,12 +196,13 @@ def checked(running: magicjax.Engine, texts: list[np.ndarray], new: int) -> list
     """Submits prompts at once, compares their texts, and returns the tokens that were reused."""
     handles = [running.submit(x, magicjax.SamplingParams(max_tokens=new)) for x in texts]
     running.run()
-    for handle, text in zip(handles, rerun(model(), texts, new, WIDTH), strict=True):
-        np.testing.assert_array_equal(handle.result().tokens, text)
+    found = [handle.result().tokens for handle in handles]
+    for row, text in zip(found, rerun(model(), texts, new, WIDTH, guess=found), strict=True):
+        np.testing.assert_array_equal(row, text)
     return [handle.result().stats.reused_tokens for handle in handles]
 
 
-@pytest.mark.parametrize("drafting", quick(["plain", "snapkv", "near"], "near"))
+@pytest.mark.parametrize("drafting", quick(["plain", "snapkv", "near"], "snapkv"))
 def test_requests_of_an_engine_have_their_own_texts(drafting):
     assert checked(engine(drafting), prompts(), 40) == [0] * 4
 
@@ -197,7 +211,7 @@ def test_requests_of_an_engine_have_their_own_texts(drafting):
 def test_an_engine_goes_on_from_the_end_of_a_text_only(drafting):
     running, text = engine(drafting), prompts()[1]
     assert checked(running, [text], 30) == [0]
-    turn = np.concatenate([text, rerun(model(), [text], 30, WIDTH)[0], np.arange(17)])
+    turn = np.concatenate([text, expected("mixed")[1][:30], np.arange(17)])
     assert checked(running, [turn], 20) == [len(text) + 29]
     # Most of this text is stored, but the rings no longer have the end of what it shares.
     shared = np.concatenate([turn[: len(text) - RING_SPARE], np.arange(20)])
@@ -234,7 +248,7 @@ def test_tokens_after_a_stop_string_have_left_the_ring(monkeypatch):
 CACHES = ["plain", "snapkv", "near", "cascade", "wide window"]
 
 
-@pytest.mark.parametrize("drafting", quick(CACHES, "cascade", "wide window"))
+@pytest.mark.parametrize("drafting", quick(CACHES, "wide window"))
 def test_caches_are_those_of_a_prefill(drafting):
     """After rounds of any length, every position that can be seen is in its slot."""
     running, text = engine(drafting), prompts()[0]
