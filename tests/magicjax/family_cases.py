@@ -8,6 +8,7 @@ import numpy as np
 
 import magicjax
 import models
+from tests.magicjax import tiny
 
 SIZES = dict(hidden_size=32, intermediate_size=48, num_heads=4, num_layers=2, max_positions=64)
 GEMMA = dict(num_kv_heads=1, head_dim=16, activation="gelu_pytorch_tanh")
@@ -69,8 +70,8 @@ def model(kind: str, vocab_size: int, noise: float = 0.0, **sizes: int) -> magic
     rng = np.random.default_rng(2)
 
     def disturb(x):
-        # Biases start at 0 and embeddings are small; larger ones affect the text.
+        # Larger biases affect the text.
         x = 2 * np.asarray(x) + 0.3 * rng.standard_normal(x.shape)
         return jnp.asarray(x * (1 + noise * rng.standard_normal(x.shape)), jnp.float32)
 
-    return magicjax.Model(module, jax.tree.map(disturb, models.init_params(module, 0)))
+    return magicjax.Model(module, jax.tree.map(disturb, tiny.drawn(module.config, 0)))

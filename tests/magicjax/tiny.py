@@ -137,6 +137,8 @@ def drawn(shape, seed):
         names = [key.key for key in path if hasattr(key, "key")]
         if names[-1] == "scale":
             return 1 + 0.1 * rng.standard_normal(x.shape)
+        if names[-1] == "bias":
+            return np.zeros(x.shape)
         inputs = 1 if names[-1] == "embedding" else x.shape[-1]
         if "out" in names:
             inputs = x.shape[1] * x.shape[2]

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import types
 
 import jax
@@ -16,13 +17,14 @@ from pallas_kernels.cpu import build
 from pallas_kernels.mosaic_gpu import mosaic
 from pallas_kernels.tpu import attention as tpu_attention
 from tests.magicjax import keywords, tiny
-from tests.quick import quick
 
 
-def wide(dtype: str) -> magicjax.Model:
+@functools.cache
+def wide(dtype: str, **changes) -> magicjax.Model:
     """Returns a model with heads of size 64, which the Hopper kernel supports."""
-    module = models.build(tiny.config(head_dim=64, num_layers=1), dtype)
-    return magicjax.Model(module, models.init_params(module, 0))
+    module = models.build(tiny.config(**dict(head_dim=64, num_layers=1) | changes), dtype)
+    params = jax.tree.map(jax.numpy.asarray, tiny.drawn(module.config, 0))
+    return magicjax.Model(module, models.cast_params(params, dtype))
 
 
 def generate(target, backend, **options):
@@ -58,14 +60,14 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("case", quick(LOOPS, "sampled tree"))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", LOOPS)
 def test_the_interpreted_kernel_for_tpus_gives_the_same_text_as_xla(case):
     options = dict(LOOPS[case])
     drafter = magicjax.SelfSpeculation(
         "snapkv", 16, refresh_every=2, kv_dtype=options.pop("kv_dtype", None)
     )
-    module = models.build(tiny.config(head_dim=64, **options.pop("config", {})))
-    target = magicjax.Model(module, models.init_params(module, 0))
+    target = wide("float32", **options.pop("config", {}))
     outputs = {
         backend: generate(target, backend, drafter=drafter, **options)
         for backend in ("xla", "tpu_interpreted")
