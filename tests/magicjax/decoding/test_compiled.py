@@ -61,7 +61,7 @@ PARTS = (
     *("self_tree", "small_chain", "small_dynamic", "self_dynamic", "self_sampled"),
     *("ensemble", "ensemble_sampled", "self_chain", "plain_sampled", "snapkv_refreshed"),
     *("small_sparse", "pyramidkv", "self_copy", "quest", "plain", "int4_refreshed"),
-    *("cascade_sampled", "cascade_pages", "cascade_full"),
+    *("cascade_sampled", "cascade_pages", "cascade_full", "self_layers", "int8", "quest_tree"),
 )
 MOVES = ("copy", "transpose", "convert", "concatenate", "select", "pad", "broadcast", "reverse")
 
@@ -265,7 +265,7 @@ def test_predicted_bytes_are_those_of_the_caches(name):
     assert request.kv_bytes == (num_bytes(state.cache), sum(num_bytes(cache) for cache in own))
 
 
-@pytest.mark.parametrize("name", ["plain", "small_tree", "h2o_refreshed", "int8"])
+@pytest.mark.parametrize("name", quick(DRAFTS, "small_tree", "h2o_refreshed"))
 def test_a_programs_arguments_are_the_weights_and_the_caches(name):
     request = request_of(name)
     arguments = request.loop_arguments(state_shapes(request))

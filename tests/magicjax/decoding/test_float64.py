@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from tests.magicjax import keywords, oracle, tiny
+from tests.magicjax import oracle, tiny
 
 CASES = [("self", "2,2,1", 8)]
 ALL = [
@@ -53,20 +53,3 @@ def test_the_loop_computes_in_float64_there():
     # Two layers of keys and values: 8 rows, 2 heads, 64 slots, 8 numbers of 8 bytes.
     assert output.stats.kv_bytes_target == 2 * 2 * 8 * 2 * 64 * 8 * 8
     assert output.tokens.dtype == np.int32
-
-
-def test_a_draft_that_sees_the_whole_text_is_always_accepted():
-    """Self-speculation with a budget for the whole text drafts as the target does."""
-    import magicjax
-
-    output = keywords.generate(
-        tiny.model("target", "float64"),
-        tiny.prompts(8),
-        drafter=magicjax.SelfSpeculation(magicjax.StreamingLLM(sinks=2), budget=64),
-        tree=magicjax.chain(4),
-        max_tokens=tiny.NEW,
-        eos_token_id=tiny.NEVER,
-    )
-    assert output.stats.acceptance_rate == 1.0
-    # 23 tokens after the one of prefill, five in each round.
-    assert output.stats.target_passes == 8 * -(-(tiny.NEW - 1) // 5)

@@ -121,7 +121,7 @@ def by_definition(prompt, new_tokens: int, **params) -> np.ndarray:
     return np.array(text)
 
 
-@pytest.mark.parametrize("drafter", quick(DRAFTERS, "plain", "tree"))
+@pytest.mark.parametrize("drafter", quick(DRAFTERS, "tree"))
 def test_texts_equal_plain_decoding_from_processed_logits(drafter):
     prompts = [tiny.prompts(len(TEXTS))[i] for i in range(len(TEXTS))]
     params = [SamplingParams(max_tokens=16, **each) for each in TEXTS.values()]

@@ -55,12 +55,15 @@ def output_of(name: str, logprobs: int | None, **options) -> magicjax.Output:
 
 
 @pytest.mark.parametrize("name", quick(CASES, "chain"))
-def test_log_probabilities_are_those_of_a_plain_pass(name):
+def test_log_probabilities_are_those_of_a_plain_pass(name, tally):
     output = output_of(name, 3)
     check_rows(tiny.model(), tiny.prompts(3), output, 3)
     if CASES[name][0] is not None:
         assert output.stats.accepted
-    np.testing.assert_array_equal(output.tokens, output_of(name, None).tokens)
+    if CASES[name][2]:
+        np.testing.assert_array_equal(output.tokens, output_of(name, None).tokens)
+    else:
+        tally.compare(tiny.model(), tiny.prompts(3), tiny.expected(3), tiny.rows_of(output))
 
 
 def test_rows_that_end_have_as_many_log_probabilities_as_tokens():
@@ -120,7 +123,7 @@ def check_prompt(target, prompt, logprobs: magicjax.LogProbs, count: int) -> Non
     check(target, prompt[:1], prompt[1:], logprobs, count)
 
 
-@pytest.mark.parametrize("drafter", quick((None, "near"), "near"))
+@pytest.mark.parametrize("drafter", quick((None, "near"), None))
 def test_log_probabilities_of_prompts_are_those_of_a_plain_pass(drafter):
     prompts, tree = tiny.prompts(3), drafter and "chain4"
     counts = [2, None, 0]

@@ -9,6 +9,7 @@ import magicjax
 from magicjax.decoding import program_cache, runner
 from magicjax.decoding.controller import Arm, Controller
 from tests.magicjax import keywords, tiny
+from tests.quick import quick
 
 NEW = 40
 PROMPTS = ["def add(first, second):", "    return first", "é"]
@@ -73,7 +74,12 @@ def stops_in(texts, count: int):
             yield [stop, "never said"]
 
 
-@pytest.mark.parametrize(("call", "sampled"), [(generate, True), (stream, False)])
+@pytest.mark.parametrize(
+    ("call", "sampled"),
+    quick(
+        [(generate, False), (generate, True), (stream, False)], (generate, False), (stream, False)
+    ),
+)
 def test_rows_end_at_their_first_stop_string(target, call, sampled):
     before, reasons = whole(target, sampled), []
     for stops in stops_in(before.texts, 6):

@@ -57,7 +57,7 @@ def sizes(monkeypatch, name: str, layers: int) -> dict[str, int]:
 # The layers of pyramidkv have pins of different numbers, so they are traced one by one; self_layers
 # names one layer of two.
 DRAFTS = [name for name in test_compiled.DRAFTS if name not in ("pyramidkv", "self_layers")]
-PARTS = ("self_tree", "small_dynamic", "h2o_refreshed", "quest", "cascade")
+PARTS = ("small_dynamic", "h2o_refreshed", "cascade")
 
 
 @pytest.mark.parametrize("name", quick(DRAFTS, *PARTS))
