@@ -60,8 +60,10 @@ DRAFTERS = {
 }
 
 
-def engine(name: str = "streaming", **options) -> magicjax.Engine:
-    drafter, tree = DRAFTERS[name]
+def engine(name: str = "streaming", tree=None, **options) -> magicjax.Engine:
+    """Returns an engine with a drafter, and its own tree unless one is given."""
+    drafter, own = DRAFTERS[name]
+    tree = own if tree is None else tree
     defaults = dict(slots=3, capacity=CAPACITY, max_tokens=NEW, eos_token_id=tiny.NEVER)
     defaults |= dict(prefill_chunk=16, rounds_per_step=3)
     config = magicjax.EngineConfig(**defaults | options)

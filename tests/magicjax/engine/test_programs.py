@@ -374,8 +374,11 @@ def test_prefill_in_a_row_copies_no_cache():
     assert memory.temp_size_in_bytes < held / 4
 
 
+SOME_SLOTS = [magicjax.chain(3), magicjax.DynamicTree(6, 3, 2)]
+
+
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads what XLA makes for a CPU")
-@pytest.mark.parametrize("tree", [magicjax.chain(3), magicjax.DynamicTree(6, 3, 2)])
+@pytest.mark.parametrize("tree", quick(SOME_SLOTS, SOME_SLOTS[1]))
 def test_a_loop_for_some_slots_copies_no_cache(tree):
     from tests.magicjax.decoding.test_compiled import SMALL, WIDE, moved_caches
 

@@ -234,9 +234,10 @@ def test_the_comparison_with_plain_sampling_detects_another_seed():
     assert (generate("near", "2,2,1").tokens != generate().tokens).any()  # mss uses other numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "tree"),
-    [(None, None), ("near", "2,2,1"), pytest.param("ensemble", "2,2,1", marks=pytest.mark.slow)],
+    [(None, None), ("near", "2,2,1"), ("ensemble", "2,2,1")],
 )
 def test_a_row_does_not_depend_on_other_rows_or_their_parameters(kind, tree):
     temperatures = np.linspace(0.5, 2, 8)
