@@ -291,6 +291,7 @@ def _wrong(error):
     return attend
 
 
+@pytest.mark.slow
 def test_the_self_check_accepts_a_right_kernel(monkeypatch):
     monkeypatch.setattr(self_check.attention, "attend", xla.attend)
     assert self_check._check_attention() is None
