@@ -75,7 +75,7 @@ class Constrained(World):
 @pytest.mark.parametrize(
     ("tree", "drawing", "setting"),
     quick(
-        test_exact_sampling.QUICK,
+        test_exact_sampling.ROUNDS,
         ("2,2", "without_replacement", "plain"),
         ("irregular", "top", "warped"),
         ("chain", "without_replacement", "warped"),
