@@ -201,6 +201,7 @@ def test_values_that_change_nothing_are_accepted(path):
 def test_fields_are_parameters_of_the_text():
     given = dict(min_p=0.1, repetition_penalty=1.2, frequency_penalty=-0.5, presence_penalty=2)
     given |= dict(allowed_token_ids=[3, 1], bad_words=["a"], min_tokens=4, ignore_eos=True)
+    given |= dict(speculative=False)
     for path in PARSERS:
         params = parse(path, max_tokens=8, **given, logit_bias={"7": -100, "3": 1.5}).params
         expected = SamplingParams(
