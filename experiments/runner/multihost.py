@@ -99,7 +99,7 @@ def lead(launcher: InProcess, launch: Callable[[], int]) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         status = 2
-    except Exception:
+    except Exception:  # whatever it is, the others must not wait for this process
         _abandon(traceback.format_exc(), 1)
     if launcher.failed:
         _abandon("a cell failed: the run ends", status)
@@ -118,7 +118,7 @@ def follow() -> int:
                 return message["status"]
             bench = bench or Bench(pathlib.Path(message["prompts"]))
             measure.measure(bench, grid.restored(message["cell"]))
-    except Exception:
+    except Exception:  # whatever it is, the others must not wait for this process
         _abandon(traceback.format_exc(), 1)
 
 
