@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 import models
 from magicjax import compilation_cache, placement
 from magicjax.checks import check_whole
-from magicjax.model import Model
+from magicjax.model import KV_DTYPES, Model
 from magicjax.parallel import offloading, pipeline_stages
 from magicjax.parallel.layouts import Layout, Offloaded, Pipelined, Resident
 from magicjax.parallel.offloading import GB
@@ -37,6 +37,7 @@ def load(
     *,
     weights: str | models.WeightFormat | None = None,
     activations: str = "int8",
+    kv_dtype: str | None = None,
     draft_vocab: int | None = None,
     seed: int = 0,
     mesh: Mesh | None = None,
@@ -66,6 +67,9 @@ def load(
         without mesh and offload, and products round activations to 8 bits, as they do with "Q4_0"
         and "Q8_0". "float": as on other devices, matrices of blocks become integers with float32
         scales if their types can, else floating-point, and activations are not rounded.
+      kv_dtype: of the model's cache: "int8", with a scale for each token and head that is a power
+        of two, for half the bytes of bfloat16. A property of the model, like its weights: plain
+        decoding and verification read the same values. None: `dtype`.
       draft_vocab: rows of a draft model's output matrix, a multiple of 16: it proposes only the
         first tokens of its vocabulary and those that end a text, and reads all. None: all tokens.
       seed: of a preset's weights.
@@ -79,11 +83,11 @@ def load(
 
     Raises:
       OSError, ValueError: the source does not exist or is incomplete, its tokenizer has tokens
-        outside the model's vocabulary, the dtype is unknown, the mesh does not divide the model, or
-        host memory is too small.
+        outside the model's vocabulary, a dtype is unknown or kv_dtype is not supported, the mesh
+        does not divide the model, or host memory is too small.
     """
     options: Any = dict(weights=weights, seed=seed, mesh=mesh, shards=shards, stages=stages)
-    options |= dict(offload=offload, draft_vocab=draft_vocab)
+    options |= dict(offload=offload, draft_vocab=draft_vocab, kv_dtype=kv_dtype)
     return _load(source, dtype, packed=_is_packed(activations), **options)
 
 
@@ -100,11 +104,13 @@ def _load(
     tokenizer: Any = None,
     packed: bool = True,
     draft_vocab: int | None = None,
+    kv_dtype: str | None = None,
 ) -> Model:
     """Returns what `load` does, with a tokenizer if one is given, else with that of the source."""
     compilation_cache.enable()  # conversions of weights are programs too
     offloading.check_offload(offload)
     _check_dtype(dtype)
+    kv_bits = _kv_bits(kv_dtype, source)
     form = models.parse_weights(weights)
     if mesh is not None and isinstance(config_of(source), models.EagleConfig):
         stages = 1  # every device has the whole head
@@ -124,7 +130,9 @@ def _load(
         params, layout = _initialized(module, seed, stages, offload, sharding_of)
         module, params = _cut(module, params, draft_vocab)
         name = _name(source, path)
-        return Model(module, params, tokenizer, name=name, shards=shards, layout=layout)
+        return Model(
+            module, params, tokenizer, name=name, shards=shards, layout=layout, kv_bits=kv_bits
+        )
     tokenizer = load_tokenizer(source) if tokenizer is None else tokenizer
     check_tokenizer(tokenizer, models.load_config(path).vocab_size, source)
     checkpoint = models.load_checkpoint(
@@ -148,7 +156,25 @@ def _load(
         pad_token_id=checkpoint.pad_token_id,
         shards=shards,
         layout=layout,
+        kv_bits=kv_bits,
     )
+
+
+def _kv_bits(kv_dtype: str | None, source: str | os.PathLike) -> int | None:
+    """Returns the bits of an element of a model's cache; None: it is in the model's dtype."""
+    if kv_dtype not in KV_DTYPES:
+        raise ValueError(f"kv_dtype={kv_dtype!r} is not supported: use 'int8', or omit it")
+    if kv_dtype is None:
+        return None
+    config = config_of(source)
+    if isinstance(config, models.EagleConfig):
+        raise ValueError(f"kv_dtype={kv_dtype!r}: {source} is an EAGLE head: omit kv_dtype")
+    if config.kv_head_dim != config.head_dim:
+        raise ValueError(
+            f"kv_dtype={kv_dtype!r} rounds the positions that cached keys have with ALiBi: omit "
+            "kv_dtype"
+        )
+    return KV_DTYPES[kv_dtype]
 
 
 def _cut(
@@ -291,6 +317,7 @@ def skeleton(
     tokenizer: Any = None,
     packed: bool = True,
     draft_vocab: int | None = None,
+    kv_dtype: str | None = None,
 ) -> Model:
     """Returns the model of a source without weights.
 
@@ -298,7 +325,7 @@ def skeleton(
     `with_weights` loads it. The blocks of an offloaded model are shapes.
 
     Args:
-      source, dtype, weights, shards, stages, offload, draft_vocab: as for `load`.
+      source, dtype, weights, shards, stages, offload, draft_vocab, kv_dtype: as for `load`.
       tokenizer: of the model; None: that of the source, if it has one.
       packed: whether matrices of a GGUF file stay as they are, and others can be rounded to its
         types, as `load` does on a CPU without a mesh.
@@ -320,6 +347,7 @@ def skeleton(
         pad_token_id=ids.get("pad_token_id"),
         shards=shards,
         layout=layout,
+        kv_bits=_kv_bits(kv_dtype, source),
         load=functools.partial(
             _load,
             source,
@@ -330,6 +358,7 @@ def skeleton(
             tokenizer=tokenizer,
             packed=packed,
             draft_vocab=draft_vocab,
+            kv_dtype=kv_dtype,
         ),
     )
 

@@ -20,6 +20,7 @@ CAPACITY_MULTIPLE = 64  # slots; contexts of nearly the same length share a prog
 RING_SPARE = 128
 
 DTYPES = ("bfloat16", "float16", "float32")  # accepted by commands
+KV_DTYPES = {None: None, "int8": 8}  # bits of an element of a model's own cache
 
 
 _variants = weakref.WeakKeyDictionary["Model", dict[str | None, "Model"]]()  # by backend
@@ -44,6 +45,8 @@ class Model:
       shards: static; number of devices along the mesh's `model` axis that divide it; None: all. A
         small draft may have fewer shards, and is then replicated.
       layout: where the layers are: on the device, streamed from host memory, or on pipeline stages.
+      kv_bits: static; of an element of its cache, with a scale for each token and head; None: the
+        cache is in the model's dtype.
       load: of a model without parameters: (mesh, stages) -> the model with them.
     """
 
@@ -55,6 +58,7 @@ class Model:
     pad_token_id: int | None = None
     shards: int | None = None
     layout: Layout = dataclasses.field(default_factory=Resident, repr=False)
+    kv_bits: int | None = None
     load: "Callable[..., Model] | None" = dataclasses.field(default=None, repr=False)
 
     @property
@@ -63,7 +67,7 @@ class Model:
 
     @property
     def dtype(self) -> Any:
-        """The dtype of parameters, caches and activations."""
+        """The dtype of parameters, activations, and caches that are not quantized."""
         return jnp.dtype(self.module.dtype)
 
     @property
@@ -96,16 +100,21 @@ class Model:
         return getattr(config, "windows", (None,) * config.num_layers)
 
     def kv_bytes(self, batch: int, slots: int) -> int:
-        """Returns the bytes of a cache of keys and values, in the model's dtype.
+        """Returns the bytes of a cache of keys and values.
 
         Layers with a sliding window have fewer slots than `slots` (`layer_slots`).
         """
-        return batch * self.slot_bytes * sum(layer_slots(w, slots) for w in self.windows)
+        slot_bytes = self.slot_bytes(self.kv_bits)
+        return batch * slot_bytes * sum(layer_slots(w, slots) for w in self.windows)
 
-    @property
-    def slot_bytes(self) -> int:
-        """The bytes of a token's key and value in one layer."""
-        return 2 * self.config.num_kv_heads * self.config.kv_head_dim * self.dtype.itemsize
+    def slot_bytes(self, bits: int | None = None) -> int:
+        """Returns the bytes of a token's key and value in one layer, with their float32 scales.
+
+        `bits` are those of an element; None: it has the model's dtype.
+        """
+        size = self.config.kv_head_dim
+        vector = size * self.dtype.itemsize if bits is None else size * bits // 8 + 4
+        return 2 * self.config.num_kv_heads * vector
 
     @property
     def split(self) -> Split:
@@ -146,12 +155,12 @@ class Model:
         return self.layout.first_layer(self.config.num_layers)
 
     def tree_flatten(self) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
-        return (self.params, self.layout), (self.module, self.shards)
+        return (self.params, self.layout), (self.module, self.shards, self.kv_bits)
 
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, ...], children: tuple) -> "Model":
-        (module, shards), (params, layout) = static, children
-        return cls(module=module, params=params, shards=shards, layout=layout)
+        (module, shards, kv_bits), (params, layout) = static, children
+        return cls(module, params, shards=shards, layout=layout, kv_bits=kv_bits)
 
     def __call__(
         self,

@@ -39,11 +39,15 @@ class Quantized:
         return self.values.ndim
 
 
-def quantize(x: Float[Array, "*leading D"], bits: int) -> Quantized:
+def quantize(x: Float[Array, "*leading D"], bits: int, *, power_of_two: bool = False) -> Quantized:
     """Returns x quantized to 8 or 4 bits with a scale for each vector of D.
 
     The scale is max|x| / 127 (8 bits) or max|x| / 7 (4 bits), in float32; the error of an element
     is at most half of it. A vector of zeros stays zeros. x must be finite.
+
+    With `power_of_two` it is the next power of two. Then the elements are exact in every
+    floating-point dtype (in float16 with scales of 2 ** -24 to 512), quantizing them again changes
+    nothing, and a product of a kernel has the same bits with integers and a scale as with elements.
 
     Raises:
       ValueError: unsupported bits, x is not a floating array, or D is odd with 4 bits.
@@ -60,6 +64,9 @@ def quantize(x: Float[Array, "*leading D"], bits: int) -> Quantized:
     x = x.astype(jnp.float32)
     largest = LARGEST[bits]
     scales = jnp.abs(x).max(-1, initial=0) / largest
+    if power_of_two:
+        mantissa, exponent = jnp.frexp(scales)  # in [0.5, 1)
+        scales = jnp.ldexp(jnp.float32(1), exponent - (mantissa == 0.5)) * (scales > 0)
     steps = jnp.round(x / jnp.where(scales == 0, 1, scales)[..., None])
     values = jnp.clip(steps, -largest, largest).astype(jnp.int8)
     if bits == 4:

@@ -85,8 +85,13 @@ MUTATIONS = {
     ),
     "the path is written in node order": (
         "magicjax/kv_cache/full_cache.py",
-        "return jnp.take_along_axis(nodes, path[:, :, None, None], axis=1).swapaxes(1, 2)",
-        "return nodes[:, : path.shape[1]].swapaxes(1, 2)",
+        "return jnp.take_along_axis(x, index, axis=1).swapaxes(1, 2)",
+        "return x[:, : path.shape[1]].swapaxes(1, 2)",
+    ),
+    "a pass attends to its own tokens before they are rounded": (
+        "magicjax/kv_cache/attend.py",
+        "k, v = rounded(k, v, self.cache.k[0])",
+        "k, v = k, v",
     ),
     "a commit copies the cache": (
         "magicjax/kv_cache/full_cache.py",

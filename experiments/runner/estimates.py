@@ -78,8 +78,8 @@ def _seconds(cell: grid.Cell, target: Sizes, on_gpu: bool, chooses: bool) -> flo
 
 @functools.cache
 def _sizes(source: str, dtype: str, *, offload: bool, **options: Any) -> Sizes:
-    module = skeleton(source, dtype, offload=offload, **options).module
-    return cost_model.sizes_of(module.config, dtype, source, offload, module.weights)
+    model = skeleton(source, dtype, offload=offload, **options)
+    return cost_model.sizes_of(model.config, dtype, source, offload, model.weights, model.kv_bits)
 
 
 @functools.cache

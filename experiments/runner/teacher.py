@@ -154,8 +154,8 @@ def last_hidden_states(
     length = tokens.shape[1]
     padded = jnp.pad(jnp.asarray(tokens), ((0, 0), (0, -length % CHUNK)))
     cache = full_cache.empty(model, 1, padded.shape[1])
-    if in_float32:
-        k, v = (tuple(x.astype(jnp.float32) for x in layers) for layers in (cache.k, cache.v))
+    if in_float32 and model.kv_bits is None:
+        k, v = jax.tree.map(lambda x: x.astype(jnp.float32), (cache.k, cache.v))
         cache = dataclasses.replace(cache, k=k, v=v)
     hiddens = []
     for start in range(0, padded.shape[1], CHUNK):

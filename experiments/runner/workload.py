@@ -89,7 +89,8 @@ class Bench:
         """
         devices = cell.devices
         if devices and (devices.shape["stage"] > 1 or jax.process_count() > 1):
-            form = cell.storage["weights"] if directory == cell.target else None
+            stored_as = cell.storage if directory == cell.target else {}
+            form = stored_as.get("weights")
             packed = cell.activations == "int8"
             stored = matrix_formats(directory, form, cell.dtype, packed=packed)
             sizes = cost_model.sizes_of(config_of(directory), cell.dtype, weights=stored)
@@ -97,6 +98,7 @@ class Bench:
             size = offloading.device_memory() or offloading.free_host_memory() or math.inf
             fits = needed < MEMORY_SHARE * size
             options = {"weights": form, "activations": cell.activations}
+            options |= {"kv_dtype": stored_as.get("kv_dtype")}
             return self.model(directory, cell.dtype, **options) if fits else None
         return self.target_of(cell) if directory == cell.target else self.draft(directory, cell)
 
@@ -228,8 +230,7 @@ class Bench:
         key = (
             directory,
             cell.dtype,
-            cell.target_weights,
-            cell.offload,
+            *cell.storage.values(),
             *_prompt_settings(cell),
             text.shape,
         )
@@ -336,6 +337,8 @@ def _view(cell: Cell) -> dict[str, int] | None:
     None if it depends on the text, if entries or positions are not those of the text (quantized
     entries, sinks that move), if the draft's weights are quantized, or if it skips layers.
     """
+    if cell.target_kv_dtype:
+        return None
     cheaper = any(cell.options.get(name) for name in ("weights", "layers", "draft_vocab"))
     if cell.draft not in ("self", "small") or cheaper:
         return None

@@ -89,13 +89,16 @@ class Experiment(Strict):
     """The target: a directory, OWNER/NAME or OWNER/NAME:Q4_K_M on the Hugging Face Hub, a GGUF
     file, a name that `magicjax fetch` lists, or a preset."""
     dtype: Literal["float32", "bfloat16"] = setting("float32")
-    """Type of weights, activations and caches; exactness is guaranteed in float32."""
+    """Type of weights, activations and caches, unless they are quantized; exactness is guaranteed
+    in float32."""
     target_weights: Annotated[str, AfterValidator(_weights)] = setting("")
     """Quantize the target's matrices: int8 with a scale per output, int4 or int4:32 with one per
     group of 128 or 32 inputs, Q4_0 or Q8_0 on a CPU. If not set: as stored."""
     activations: Literal["int8", "float"] = setting("int8")
     """int8: on a CPU, matrices of GGUF files stay in the file's types, and products round
     activations to 8 bits. float: as on other devices, they do not."""
+    target_kv_dtype: Literal["", "int8"] = setting("")
+    """Type of the target's KV cache: int8 with a scale per token and head. If not set: dtype."""
     offload: Annotated[Literal["", "yes"], BeforeValidator(_offload)] = setting("")
     """yes: stream the target's weights from host memory, layer by layer.
     If not set: the weights are on the device."""

@@ -127,8 +127,12 @@ class Cell(_Settings):
 
     @property
     def storage(self) -> dict[str, Any]:
-        """The arguments `weights` and `offload` of `magicjax.load` for the target."""
-        return {"weights": self.target_weights or None, "offload": self.offload == "yes"}
+        """The arguments `weights`, `kv_dtype` and `offload` of `magicjax.load` for the target."""
+        return {
+            "weights": self.target_weights or None,
+            "kv_dtype": self.target_kv_dtype or None,
+            "offload": self.offload == "yes",
+        }
 
     @property
     def packed(self) -> bool:

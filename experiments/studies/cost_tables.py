@@ -40,8 +40,8 @@ TIMES = ("t_target_ms", "t_verify_ms", "gamma_t_draft_ms", "speedup")
 TIE = 0.03  # published speedups within this share of the best are ties
 
 # Of a summary. The starts of methods that it predicts, and words of those that it does not.
-COLUMNS = {"status", "target", "target_weights", "activations", "offload", "dtype", "batch"}
-COLUMNS |= {"context", "method", "tau", "speedup", "nodes", "gamma"}
+COLUMNS = {"status", "target", "target_weights", "target_kv_dtype", "activations", "offload"}
+COLUMNS |= {"dtype", "batch", "context", "method", "tau", "speedup", "nodes", "gamma"}
 MODELLED = "self:", "prompt-lookup"
 NOT_MODELLED = " + ", " -> ", "refresh_every", "dynamic:"
 
@@ -148,8 +148,11 @@ def of_grid(summary: str, profile: str) -> list[dict[str, Any]]:
         text = row["method"].split(", ")[0]
         if not text.startswith(MODELLED) or any(word in row["method"] for word in NOT_MODELLED):
             continue
-        weights = row["target_weights"] if isinstance(row["target_weights"], str) else None
-        storage: Any = dict(weights=weights, offload=row["offload"] == "yes")
+        weights, kv_dtype = (
+            row[name] if isinstance(row[name], str) else None
+            for name in ("target_weights", "target_kv_dtype")
+        )
+        storage: Any = dict(weights=weights, kv_dtype=kv_dtype, offload=row["offload"] == "yes")
         packed = row["activations"] == "int8"
         model = target_of(row["target"], row["dtype"], packed=packed, **storage)
         target = model_sizes(model, row["dtype"])

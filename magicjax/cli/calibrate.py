@@ -167,7 +167,8 @@ def _parts(sizes: cost_model.Sizes, row: Timed, device: cost_model.Device) -> li
     passes = functools.partial(cost_model.pass_parts, sizes, cost_model.Machine(device), row.batch)
     parts = [*passes(row.nodes, row.context).values()]
     if row.budget is not None:
-        parts += [*passes(1, min(row.budget, row.context)).values()] * (row.nodes - 1)
+        level = passes(1, min(row.budget, row.context), sizes.slot_bytes(None))
+        parts += [*level.values()] * (row.nodes - 1)
     return parts
 
 
@@ -228,6 +229,7 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.target,
         dtype=arguments.dtype,
         weights=arguments.weights,
+        kv_dtype=arguments.kv_dtype,
         activations=arguments.activations,
         offload=arguments.offload,
     )
@@ -240,7 +242,12 @@ def run(arguments: argparse.Namespace) -> None:
             tree = None if drafter is None else chain(deepest - 1)
             synthetic_request(setup, 1, context, drafter, tree)
     sizes = cost_model.sizes_of(
-        target.config, arguments.dtype, arguments.target, arguments.offload, target.weights
+        target.config,
+        arguments.dtype,
+        arguments.target,
+        arguments.offload,
+        target.weights,
+        target.kv_bits,
     )
     drafts = {
         name: make_draft(drafter, sizes, arguments.dtype) for name, drafter in drafters.items()
@@ -260,7 +267,7 @@ def run(arguments: argparse.Namespace) -> None:
         device, fitted = fit(sizes, rows, device)
         print(_constants(device, rows, fitted))
     device = dataclasses.replace(device, measured=steps_of(sizes, drafts, times))
-    names = ("target", "weights", "offload", "backend", "gamma", "repeats")
+    names = ("target", "weights", "kv_dtype", "offload", "backend", "gamma", "repeats")
     cost_model.save_profile(out, device, {name: getattr(arguments, name) for name in names})
     print(f"wrote {out}")
 

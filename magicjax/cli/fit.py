@@ -205,8 +205,8 @@ def as_text(report: dict[str, Any], verbose: bool = False) -> str:
         f"largest batch at this context: about {report['largest batch']}; largest context at this "
         f"batch: about {report['largest context']}"
         if report["largest batch"]
-        else "not even one row fits: use a shorter context, or --weights, --offload or --mesh for "
-        "less memory per device"
+        else "not even one row fits: use a shorter context, or --weights, --kv-dtype, --offload or "
+        "--mesh for less memory per device"
     )
     lines = [
         f"{verdict}: {abs(free) / GB:.3f} GB {'free' if free >= 0 else 'missing'} on each device",
@@ -214,7 +214,7 @@ def as_text(report: dict[str, Any], verbose: bool = False) -> str:
         f"{load['target']}, {load['drafter'] or 'plain decoding'}, batch {load['batch']}, context "
         f"{load['context']}, {load['dtype']}, on {mesh.devices} x {load['device']} "
         f"({mesh}{micro_batches}), attention backend {load['backend']}"
-        + offloading.describe(load["offload"], load["weights"]),
+        + offloading.describe(load["offload"], load["weights"], load["kv_dtype"]),
     ]
     if "estimate" in report:
         lines.append(f"ESTIMATE {report['estimate']}")

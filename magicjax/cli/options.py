@@ -10,6 +10,7 @@ import jax
 
 from magicjax.drafters.spec import DRAFTER_SYNTAX, parse_all, parse_trees
 from magicjax.loading import ACTIVATIONS, config_of
+from magicjax.model import KV_DTYPES
 from models import parse_weights
 from pallas_kernels.cpu import build
 
@@ -64,7 +65,7 @@ def add_backend(parser: argparse.ArgumentParser) -> None:
 
 
 def add_weights(parser: Any) -> None:
-    """Adds `--weights` and `--offload` to a command."""
+    """Adds `--weights`, `--kv-dtype` and `--offload` to a command."""
     parser.add_argument(
         "--weights",
         type=_weights,
@@ -72,6 +73,12 @@ def add_weights(parser: Any) -> None:
         help="quantize the target's matrices: int8 with a scale per output, int4 or int4:32 with "
         "one per group of 128 or 32 inputs, Q4_0 or Q8_0 on a CPU; none: dequantize a quantized "
         "checkpoint; default: as stored",
+    )
+    parser.add_argument(
+        "--kv-dtype",
+        choices=[name for name in KV_DTYPES if name],
+        help="of the target's KV cache: int8 with a scale per token and head; default: that of "
+        "activations",
     )
     parser.add_argument(
         "--offload",

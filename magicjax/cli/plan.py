@@ -77,6 +77,7 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.target,
         arguments.dtype,
         weights=arguments.weights,
+        kv_dtype=arguments.kv_dtype,
         offload=arguments.offload,
         packed=_is_packed(arguments, machine),
     )
@@ -201,6 +202,7 @@ def as_json(
         "device": machine.device.name,
         "mesh": {"data": machine.data, "model": machine.model},
         "weights": str(model.weights) if model.weights else None,
+        "kv_dtype": arguments.kv_dtype,
         "offload": arguments.offload,
         "batch": arguments.batch,
         "context": arguments.context,
@@ -249,7 +251,7 @@ def as_text(
     lines = [
         f"{arguments.target}, {arguments.dtype}, batch {arguments.batch}, context "
         f"{arguments.context}, on {machine.devices} x {machine.device.name} ({mesh})"
-        + offloading.describe(model.offload, model.weights),
+        + offloading.describe(model.offload, model.weights, arguments.kv_dtype),
         f"plain decoding: predicted T_target {1e3 * plan.target:.2f} ms, "
         f"{arguments.batch / plan.target:,.0f} tokens/s",
         _line("fastest drafter" if plan.speculate else "plain is fastest; best drafter", best),

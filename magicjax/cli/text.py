@@ -38,6 +38,7 @@ def unloaded_target(arguments: argparse.Namespace, tokenizer: Any, dtype: Any = 
         arguments.target,
         arguments.dtype or dtype,
         weights=arguments.weights,
+        kv_dtype=arguments.kv_dtype,
         offload=arguments.offload,
         tokenizer=tokenizer,
         packed=arguments.activations == "int8" and not getattr(arguments, "mesh", None),

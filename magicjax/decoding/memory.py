@@ -88,7 +88,7 @@ def check_workload(
     if needed > limit:
         each = "" if request.settings.mesh is None else " on each device"
         fitting = remedy(limit)
-        use = "use a smaller model, a smaller dtype, offload, or more devices"
+        use = "use a smaller model, a smaller dtype or kv_dtype, offload, or more devices"
         if fitting:
             use = f"use {' or '.join(fitting)}, or more devices"
         raise OutOfMemoryError(

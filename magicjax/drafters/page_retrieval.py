@@ -151,13 +151,13 @@ class PageRetrieval(TargetDrafter):
         """Returns the bytes of the bounds, two vectors for each page and KV head."""
         part = self.part_of(target)
         pages = part.windows.count(None) * (capacity // self.page_size)
-        return batch * pages * part.slot_bytes
+        return batch * pages * part.slot_bytes()
 
     def prefill(
         self, target, tokens, cache: KVCache, stats, settings, previous=None
     ) -> PageRetrievalState:
         cache = layer_skipping.of_cache(cache, self.layer_indices)
-        bounds = bounds_of(cache, self.page_size)
+        bounds = bounds_of(cache, self.page_size, target.dtype)
         pages_of_cache = max(low.shape[2] for low in bounds.low)
         others = pages_of_cache - 1 - self.newest_pages
         pages = in_order(cache, min(self.chosen_pages, max(1, others)))

@@ -24,6 +24,7 @@ from magicjax.drafters.sparse import (
     find_policy,
 )
 from magicjax.drafters.target_drafter import LAYERS_HELP, WEIGHTS_HELP, TargetDrafter
+from magicjax.kv_cache.full_cache import elements
 from magicjax.kv_cache.model_stats import ModelStats, RecentQueries, update_from_path
 from magicjax.kv_cache.sparse_cache import DraftCache, append_ring, repin
 from magicjax.model import Model, softcap_of
@@ -72,7 +73,7 @@ class SelfSpeculation(TargetDrafter):
         the most likely tokens in a dynamic tree.
       refresh_every: rounds of a row between refreshes; None: never.
       kv_dtype: of the draft cache: "int8" or "int4", with one float32 scale for each token and
-        head; None: the target's dtype. The target's cache is never quantized.
+        head; None: the target's dtype. The target's own cache is not changed by it.
       weights: the format of a quantized copy of the target's blocks, which drafts, as for
         `FullCacheSpeculation`; None: the target itself drafts.
       layers: the layers of the target that draft, from 0, such as "0-9,20-29"; None: all. A copy
@@ -192,7 +193,10 @@ class SelfSpeculation(TargetDrafter):
             total = tuple(
                 old
                 if old is None
-                else old + target.sum_over_replicas(_mass_since(q, k, first, **options))
+                else old
+                + target.sum_over_replicas(
+                    _mass_since(q, elements(k, target.dtype), first, **options)
+                )
                 for old, q, k in layers
             )
             stats = dataclasses.replace(stats, total=total)

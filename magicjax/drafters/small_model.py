@@ -167,6 +167,11 @@ class SmallModel(Drafter):
                 f"the draft model {self.model.name!r} is an EAGLE-3 head, which reads its target's "
                 "hidden states: use magicjax.Eagle, or eagle:PATH in a command"
             )
+        if self.model.kv_bits is not None:
+            raise ValueError(
+                f"the draft model {self.model.name!r} has its cache in {self.model.kv_bits} bits, "
+                "which only a target supports: load it without kv_dtype"
+            )
         self._check_loaded()
         vocab, target_vocab = self.model.config.vocab_size, target.config.vocab_size
         has_tokenizers = None not in (self.model.tokenizer, target.tokenizer)

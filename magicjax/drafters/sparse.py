@@ -5,7 +5,8 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from magicjax.kv_cache.full_cache import KVCache
+from magicjax import model
+from magicjax.kv_cache.full_cache import KVCache, elements
 from magicjax.kv_cache.model_stats import ModelStats, newest
 from magicjax.kv_cache.sparse_cache import DraftCache, Pins, gather, window_slots
 from magicjax.model import Model
@@ -13,7 +14,7 @@ from magicjax.policies import Evidence, Policy, StreamingLLM, choose, get_policy
 from magicjax.settings import StatsSpec
 
 KVDtype = Literal["int8", "int4"]
-KV_DTYPES = {None: None, "int8": 8, "int4": 4}  # bits of an element
+KV_DTYPES = model.KV_DTYPES | {"int4": 4}
 BUDGET = 256  # the default
 
 OTHER_DRAFTERS = {"full": "magicjax.FullCacheSpeculation", "quest": "magicjax.PageRetrieval"}
@@ -169,8 +170,8 @@ class SparseSettings:
                 pins.append(jnp.zeros((*k.shape[:2], 0), jnp.int32))
                 continue
             evidence = Evidence(
-                keys=k,
-                values=v,
+                keys=elements(k, model.dtype),
+                values=elements(v, model.dtype),
                 candidates=candidates,
                 queries=stats.queries[layer] if stats.queries else None,
                 accumulated=stats.total[layer] if stats.total else None,
@@ -188,7 +189,7 @@ class SparseSettings:
         """Returns the draft cache of the tokens in `full`."""
         pins = self.choose_pins(model, full, stats, backend)
         rings = [n - p.shape[2] for n, p in zip(self.slots(model), pins, strict=True)]
-        return gather(full, pins, rings, KV_DTYPES[self.kv_dtype])
+        return gather(full, pins, rings, KV_DTYPES[self.kv_dtype], model.dtype)
 
     def _check_alibi(self) -> None:
         """Raises ValueError if the cache cannot have keys with positions."""
@@ -205,12 +206,7 @@ class SparseSettings:
 
     def num_bytes(self, model: Model, batch: int) -> int:
         """Returns the bytes of keys and values of the draft cache, scales included."""
-        config, bits = model.config, KV_DTYPES[self.kv_dtype]
-        slots = batch * sum(self.slots(model))
-        if bits is None:
-            return slots * model.slot_bytes
-        entry_bytes = config.kv_head_dim * bits // 8 + 4  # and a float32 scale
-        return 2 * slots * config.num_kv_heads * entry_bytes
+        return batch * sum(self.slots(model)) * model.slot_bytes(KV_DTYPES[self.kv_dtype])
 
 
 def check_context(model: Model, budget: int) -> None:

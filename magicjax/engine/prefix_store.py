@@ -206,7 +206,7 @@ def to_host(prefix: Prefix) -> Prefix:
     def cut(x):
         if not isinstance(x, KVCache):
             return x
-        k, v = (tuple(layer[:, :, :length] for layer in layers) for layers in (x.k, x.v))
+        k, v = jax.tree.map(lambda slots: slots[:, :, :length], (x.k, x.v))
         return dataclasses.replace(x, k=k, v=v)
 
     fetched = global_arrays.fetch(prefix.row)

@@ -13,7 +13,7 @@ from flax import struct
 from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Int
 
-from magicjax.kv_cache.full_cache import KVCache
+from magicjax.kv_cache.full_cache import KVCache, rounded
 from magicjax.kv_cache.pages import PagedCache
 from magicjax.kv_cache.sparse_cache import DraftCache
 from models import LayerAttend
@@ -42,11 +42,17 @@ class _Rows:
     live: Bool[Array, "B T"] | None = struct.field(default=None, kw_only=True)
 
     def __call__(self, layer: int) -> LayerAttend:
-        return Partial(type(self)._attend, self.of_layer(layer))
+        return Partial(type(self)._attend_rounded, self.of_layer(layer))
 
     def of_layer(self, layer: int) -> Self:
         """Returns the same for one layer."""
         return dataclasses.replace(self, cache=self.cache.of_layers((layer,)))
+
+    def _attend_rounded(self, q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, Any]:
+        """Returns `_attend` with the keys and values that the cache stores later."""
+        if not isinstance(self.cache, DraftCache):
+            k, v = rounded(k, v, self.cache.k[0])
+        return self._attend(q, k, v, **options)
 
     def _attend(self, q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, Any]:
         """Returns the attention of the only layer, and what to keep."""

@@ -18,9 +18,11 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from magicjax.model import Model, layer_slots
+from pallas_kernels import Quantized, dequantize, quantize
 from sharding import KV_HEADS, LAYER_BATCH, Split, logical_axes
 
-Layers = tuple[Float[Array, "R K S D"], ...]
+Slots = Float[Array, "R K S D"] | Quantized  # of a layer
+Layers = tuple[Slots, ...]
 
 
 @struct.dataclass
@@ -29,7 +31,8 @@ class KVCache:
 
     Attributes:
       k, v: one array [R, K, S, D] per layer. R is B, or more in a part of an engine's batch, whose
-        rows are the first B: they are read and written in place.
+        rows are the first B: they are read and written in place. With `Model.kv_bits` they are
+        `Quantized`, with scales that are powers of two (`as_stored`).
       lengths: int32 [B], the committed tokens. Slots without one hold finite garbage that later
         commits overwrite.
       windows: static; of each layer, None: it sees the whole text. A layer with a window is a ring.
@@ -62,8 +65,41 @@ def empty(model: Model, batch: int, slots: int) -> KVCache:
     """Returns a cache of zeros. Dead slots must be finite."""
     heads, size, windows = model.local_kv_heads, model.config.kv_head_dim, model.windows
     shapes = [(batch, heads, layer_slots(window, slots), size) for window in windows]
-    k, v = (tuple(jnp.zeros(shape, model.dtype) for shape in shapes) for _ in "kv")
+    k, v = (tuple(_zeros(shape, model) for shape in shapes) for _ in "kv")
     return KVCache(k, v, jnp.zeros(batch, jnp.int32), windows, model.split)
+
+
+def _zeros(shape: tuple[int, ...], model: Model) -> Slots:
+    if model.kv_bits is None:
+        return jnp.zeros(shape, model.dtype)
+    return Quantized(jnp.zeros(shape, jnp.int8), jnp.zeros(shape[:-1], jnp.float32), model.kv_bits)
+
+
+def as_stored(entries: Any, slots: Slots) -> Any:
+    """Returns a pytree of keys and values of one shape, in the format of a layer's slots.
+
+    They are quantized together, because a step of a small model has hundreds of short operations.
+    """
+    if not isinstance(slots, Quantized):
+        return entries
+    arrays, tree = jax.tree.flatten(entries)
+    stored = quantize(jnp.stack(arrays), slots.bits, power_of_two=True)
+    parts = [jax.tree.map(lambda x, i=i: x[i], stored) for i in range(len(arrays))]
+    return jax.tree.unflatten(tree, parts)
+
+
+def rounded(k: Array, v: Array, slots: Slots) -> tuple[Array, Array]:
+    """Returns keys and values with the values that they have in a layer's slots.
+
+    A pass attends to its own tokens with these values, as later passes do once they are stored.
+    """
+    k_stored, v_stored = as_stored((k, v), slots)
+    return elements(k_stored, k.dtype), elements(v_stored, v.dtype)
+
+
+def elements(slots: Slots, dtype: Any) -> Float[Array, "R K S D"]:
+    """Returns the slots as an array; of a quantized layer, in `dtype`, which is exact."""
+    return dequantize(slots, dtype) if isinstance(slots, Quantized) else slots
 
 
 def zero_after(witness: Int[Array, ""]) -> Int[Array, ""]:
@@ -75,27 +111,36 @@ def zero_after(witness: Int[Array, ""]) -> Int[Array, ""]:
     return jnp.minimum(witness, 0)
 
 
-def take_path(nodes: Float[Array, "B N K D"], path: Int[Array, "B A"]) -> Float[Array, "B K A D"]:
-    """Returns the entries of the nodes on each row's path, in the cache's axis order."""
-    return jnp.take_along_axis(nodes, path[:, :, None, None], axis=1).swapaxes(1, 2)
+def take_path(nodes: Slots, path: Int[Array, "B A"]) -> Slots:
+    """Returns the entries [B, K, A, D] of the nodes [B, N, K, D] on each row's path."""
+
+    def take(x):
+        index = path.reshape(*path.shape, *[1] * (x.ndim - 2))
+        return jnp.take_along_axis(x, index, axis=1).swapaxes(1, 2)
+
+    return jax.tree.map(take, nodes)
 
 
-def _write(
-    slots: Float[Array, "R K S D"], entries: Float[Array, "B K A D"], start: Int[Array, "B"]
-) -> Float[Array, "R K S D"]:
+def _write(slots: Slots, entries: Slots, start: Int[Array, "B"]) -> Slots:
     """Returns the slots with the entries of the first B rows from `start` on."""
     index = start[:, None] + jnp.arange(entries.shape[2])
-    at = slots.at[jnp.arange(len(entries))[:, None], :, index]
     options: Any = dict(mode="drop", indices_are_sorted=True, unique_indices=True)
-    return at.set(entries.swapaxes(1, 2), **options)
+    return _set(slots, index, entries, **options)
+
+
+def _set(slots: Slots, index: Int[Array, "B A"], entries: Slots, **options: Any) -> Slots:
+    """Returns the slots with the entries of the first B rows at `index`."""
+    rows = jnp.arange(entries.shape[0])[:, None]
+
+    def put(x, new):
+        return x.at[rows, :, index].set(new.swapaxes(1, 2), **options)
+
+    return jax.tree.map(put, slots, entries)
 
 
 def write_ring(
-    slots: Float[Array, "R K S D"],
-    entries: Float[Array, "B K A D"],
-    start: Int[Array, "B"],
-    count: Int[Array, "B"],
-) -> Float[Array, "B K S D"]:
+    slots: Slots, entries: Slots, start: Int[Array, "B"], count: Int[Array, "B"]
+) -> Slots:
     """Returns a ring with the first `count` entries of each row at positions from `start` on.
 
     Nothing else is written, because the slot of a rejected node holds an entry that is seen. Of
@@ -104,8 +149,7 @@ def write_ring(
     steps, size = jnp.arange(entries.shape[2]), slots.shape[2]
     live = (steps < count[:, None]) & (steps >= count[:, None] - size)
     index = jnp.where(live, (start[:, None] + steps) % size, size)  # out of bounds: dropped
-    rows = jnp.arange(len(entries))[:, None]
-    return slots.at[rows, :, index].set(entries.swapaxes(1, 2), mode="drop")
+    return _set(slots, index, entries, mode="drop")
 
 
 def append(cache: KVCache, kv: tuple, path: Int[Array, "B A"], count: Int[Array, "B"]) -> KVCache:
@@ -121,6 +165,7 @@ def append(cache: KVCache, kv: tuple, path: Int[Array, "B A"], count: Int[Array,
       count: int32 [B], 0..A; must depend on all reads of `cache` in this round (`zero_after`).
     """
     start = cache.lengths + zero_after(count)
+    kv = as_stored(kv, cache.k[0])
     layers = zip(cache.k, cache.v, kv, cache.windows, strict=True)
     written = [
         _append(k, v, *new, path, start, count, bool(window)) for k, v, new, window in layers

@@ -17,13 +17,14 @@ time: a temporary array of the budget's size, and no copy of the cache.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from magicjax.kv_cache.full_cache import KVCache, Layers, select
+from magicjax.kv_cache.full_cache import KVCache, Layers, Slots, elements, select
 from sharding import KV_HEADS, LAYER_BATCH, Split, collectives, logical_axes
 
 Pages = tuple[Int[Array, "B K C"], ...]
@@ -35,7 +36,7 @@ class PageBounds:
     """The smallest and the largest element of the keys in each page of a cache.
 
     Attributes:
-      low, high: one array [B, K, P, D] per layer, in the cache's dtype; inf and -inf in pages
+      low, high: one array [B, K, P, D] per layer, in the model's dtype; inf and -inf in pages
         without tokens.
       split: static; the model's division over devices.
     """
@@ -45,9 +46,12 @@ class PageBounds:
     split: Split = struct.field(pytree_node=False, default=Split())
 
 
-def bounds_of(cache: KVCache, page_size: int) -> PageBounds:
-    """Returns the bounds of all pages of a cache, whose slots must be a multiple of `page_size`."""
-    layers = zip(cache.k, cache.windows, strict=True)
+def bounds_of(cache: KVCache, page_size: int, dtype: Any) -> PageBounds:
+    """Returns the bounds of all pages of a cache, whose slots must be a multiple of `page_size`.
+
+    `dtype` is the model's.
+    """
+    layers = [(elements(k, dtype), w) for k, w in zip(cache.k, cache.windows, strict=True)]
     bounds = [_bounds_of(k, cache.lengths, page_size, bool(window)) for k, window in layers]
     low, high = zip(*bounds, strict=True)
     return PageBounds(low, high, cache.split)
@@ -201,7 +205,7 @@ class PagedCache:
         chosen: Int[Array, "B K C"],
         take: Callable,
         first_row: Int[Array, ""] | None,
-    ) -> tuple[Float[Array, "B K S D"], Float[Array, "B K S D"], Int[Array, "B"]]:
+    ) -> tuple[Slots, Slots, Int[Array, "B"]]:
         """Returns keys and values [B, K, M * page_size, D] of the pages, and each row's live slots.
 
         Only the last page can be partial, and it comes last, so the live slots are the first ones.
@@ -225,12 +229,12 @@ class PagedCache:
         heads = jnp.arange(chosen.shape[1])
 
         def read(slots):
-            parts = slots.reshape(*slots.shape[:2], -1, self.page_size, slots.shape[3])
+            parts = slots.reshape(*slots.shape[:2], -1, self.page_size, *slots.shape[3:])
             index = rows[:, None, None], heads[:, None], pages
             taken = parts.at[index].get(mode="clip")  # pages beyond the end have no live slots
-            return taken.reshape(*pages.shape[:2], -1, slots.shape[3])
+            return taken.reshape(*pages.shape[:2], -1, *slots.shape[3:])
 
-        return read(self.k[0]), read(self.v[0]), live
+        return *jax.tree.map(read, (self.k[0], self.v[0])), live
 
     def _last_page(self, take: Callable) -> Int[Array, "B"]:
         """Returns the page of each row's newest token; 0 for a row without tokens."""

@@ -106,12 +106,15 @@ def _write(k, v, new_k, new_v, slot, count, is_ring: bool) -> tuple[Array, Array
     """Returns keys and values of a layer with those of a chunk."""
 
     def write(slots, entries):
-        entries = entries.swapaxes(1, 2)
+        entries = jax.tree.map(lambda x: x.swapaxes(1, 2), entries)
         if is_ring:
             rows = jnp.broadcast_to(slot, count.shape)
             return full_cache.write_ring(slots, entries, rows, count)
-        return jax.lax.dynamic_update_slice(slots, entries, (0, 0, slot, 0))
+        return jax.tree.map(
+            lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, slot, 2), slots, entries
+        )
 
+    new_k, new_v = full_cache.as_stored((new_k, new_v), k)
     return write(k, new_k), write(v, new_v)
 
 
@@ -153,7 +156,10 @@ def _update(
         total = tuple(
             old
             if old is None
-            else old + model.sum_over_replicas(prefix_mass(q, k, seen, lse, **options))
+            else old
+            + model.sum_over_replicas(
+                prefix_mass(q, full_cache.elements(k, q.dtype), seen, lse, **options)
+            )
             for old, (q, lse), k in zip(total, queries, keys, strict=True)
         )
     return dataclasses.replace(stats, queries=windows, total=total)

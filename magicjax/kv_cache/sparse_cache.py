@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int
 
-from magicjax.kv_cache.full_cache import KVCache, select
+from magicjax.kv_cache.full_cache import KVCache, Slots, elements, select
 from magicjax.model import CAPACITY_MULTIPLE
 from pallas_kernels import Quantized, quantize
 from sharding import KV_HEADS, LAYER_BATCH, Split, logical_axes
@@ -83,7 +83,11 @@ def window_slots(window: int, budget: int) -> int:
 
 
 def gather(
-    cache: KVCache, pinned: Pins, rings: Sequence[int], bits: int | None = None
+    cache: KVCache,
+    pinned: Pins,
+    rings: Sequence[int],
+    bits: int | None = None,
+    dtype: Any = None,
 ) -> DraftCache:
     """Returns the draft cache of a full cache: pinned and newest entries, or all if they fit.
 
@@ -93,15 +97,16 @@ def gather(
         be distinct and below count - R.
       rings: R of each layer, the slots of the ring.
       bits: 8 or 4 to quantize the entries; None: not quantized.
+      dtype: of entries that are quantized in the full cache only; the model's.
     """
     layers = zip(cache.k, cache.v, pinned, rings, strict=True)
-    gathered = [_gather(*layer, bits, cache.lengths) for layer in layers]
+    gathered = [_gather(*layer, bits, dtype, cache.lengths) for layer in layers]
     k, v, pins = zip(*gathered, strict=True)
     return DraftCache(k, v, pins, cache.lengths, cache.windows, bits, cache.split)
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4))  # traced once for all layers
-def _gather(k, v, chosen, ring: int, bits: int | None, lengths) -> tuple[Any, Any, Array]:
+@functools.partial(jax.jit, static_argnums=(3, 4, 5))  # traced once for all layers
+def _gather(k, v, chosen, ring: int, bits: int | None, dtype, lengths) -> tuple[Any, Any, Array]:
     """Returns keys, values and pins of a layer of the draft cache."""
     count, slots, num_pinned = lengths[:, None], jnp.arange(ring), chosen.shape[-1]
     # The newest position p < count with (p - P) mod R = slot; for count <= C it is P + slot.
@@ -110,7 +115,7 @@ def _gather(k, v, chosen, ring: int, bits: int | None, lengths) -> tuple[Any, An
     chosen = _in_order_while_all_fits(chosen, lengths, ring)
     tail = jnp.broadcast_to(newest[:, None], (*chosen.shape[:2], ring))
     index = jnp.concatenate([chosen, tail], -1)
-    return _take(k, index, bits), _take(v, index, bits), chosen
+    return _take(k, index, bits, dtype), _take(v, index, bits, dtype), chosen
 
 
 def repin(cache: DraftCache, full: KVCache, pinned: Pins) -> DraftCache:
@@ -133,7 +138,7 @@ def _repin(k, v, full_k, full_v, chosen, bits: int | None, count) -> tuple[Any, 
     chosen = _in_order_while_all_fits(chosen, count, k.shape[2] - num_pinned)
 
     def write(old, full):
-        entries = _take(full, chosen, bits)
+        entries = _take(full, chosen, bits, None if bits else old.dtype)
         return jax.tree.map(lambda x, new: x.at[:, :, :num_pinned].set(new), old, entries)
 
     return write(k, full_k), write(v, full_v), chosen
@@ -146,10 +151,16 @@ def _in_order_while_all_fits(chosen: Int[Array, "B K P"], count: Int[Array, "B"]
     return jnp.where(fits, in_order, chosen).astype(jnp.int32)
 
 
-def _take(entries: Array, index: Int[Array, "B K C"], bits: int | None) -> Array | Quantized:
+def _take(
+    slots: Slots, index: Int[Array, "B K C"], bits: int | None, dtype: Any
+) -> Array | Quantized:
     """Returns the entries [B, K, C, D] at positions `index`, of a ring those mod S."""
-    index = (index % entries.shape[2])[..., None]
-    taken = jnp.take_along_axis(entries, index, axis=2)
+    index = index % slots.shape[2]
+
+    def of(x):
+        return jnp.take_along_axis(x, index[..., None] if x.ndim == 4 else index, axis=2)
+
+    taken = elements(jax.tree.map(of, slots), dtype or jnp.float32)
     return taken if bits is None else quantize(taken, bits)
 
 

@@ -126,12 +126,15 @@ def check_offload(offload: Any) -> None:
         )
 
 
-def describe(offload: bool, weights: models.MatrixFormats | str | None) -> str:
+def describe(
+    offload: bool, weights: models.MatrixFormats | str | None, kv_dtype: str | None = None
+) -> str:
     """Returns the suffix of a table's title; empty without offloading and quantization.
 
     `weights` are the formats of the model's quantized matrices, or their text.
     """
-    return f", {weights} weights" * bool(weights) + ", offloaded" * offload
+    cache = f", {kv_dtype} KV cache" * bool(kv_dtype)
+    return f", {weights} weights" * bool(weights) + cache + ", offloaded" * offload
 
 
 def log_sizes(module: nn.Module) -> None:

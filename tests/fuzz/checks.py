@@ -84,7 +84,7 @@ def greedy(target, prompt, row) -> int:
     best, wrong = logits.argmax(-1), np.flatnonzero(logits.argmax(-1) != row)
     for i in wrong:
         margin = (logits[i].max() - logits[i, row[i]]) / np.abs(logits[i]).max()
-        assert margin < oracle.TIE, (
+        assert margin < oracle.slack(target), (
             f"token {i} after {len(prompt)} is {row[i]} instead of {best[i]}, margin {margin:.1e}"
         )
     return int(wrong.size > 0)

@@ -28,7 +28,7 @@ SHAPES: tuple[dict[str, Any], ...] = (
 )
 MAX_DEPTH = 5
 ENGINES = 3  # one configuration of so many is an engine
-DRAFTER, FLAGS, BATCHES, SCHEDULES = range(1, 5)  # purposes of random numbers
+DRAFTER, FLAGS, BATCHES, SCHEDULES, CACHE = range(1, 6)  # purposes of random numbers
 MESHES = 10  # one of so many runs on two devices
 
 
@@ -46,6 +46,7 @@ class Configuration:
       rows: of a batch, or slots of an engine.
       width: the longest prompt, in tokens.
       new_tokens: the largest limit of a row.
+      kv_bits: of the target's cache.
       mesh_size: (data, model) of two devices, of which `data` divides slots; None: one device.
     """
 
@@ -59,6 +60,7 @@ class Configuration:
     rows: int
     width: int
     new_tokens: int
+    kv_bits: int | None
     mesh_size: tuple[int, int] | None
 
     def rng(self, *purpose: int) -> np.random.Generator:
@@ -75,7 +77,7 @@ class Configuration:
         return None if self.mesh_size is None else magicjax.make_mesh(*self.mesh_size)
 
     def target(self, weights: int) -> magicjax.Model:
-        return model(self.shape, weights)
+        return dataclasses.replace(model(self.shape, weights), kv_bits=self.kv_bits)
 
     def drafting(self, weights: int) -> tuple[Any, Any]:
         """Returns the drafter and the tree, for the target of these weights."""
@@ -87,6 +89,7 @@ class Configuration:
         if isinstance(drafter, magicjax.Cascade) and drafter.first_tree:
             trees = drafter.first_tree, tree
         parts = [f"engine of {self.rows} slots" if self.is_engine else f"batch of {self.rows}"]
+        parts += ["cache in int8"] if self.kv_bits else []
         parts += [f"shape {self.shape}", "plain" if drafter is None else text_of(drafter)]
         parts += [] if drafter is None else [_short(trees)]
         if self.sampled:
@@ -112,6 +115,7 @@ def configuration(seed: int, number: int) -> Configuration:
         rows=int(rng.integers(1, 6)) if is_engine else int(rng.choice([3, 7, 16, 32])),
         width=int(rng.choice([16, 32])),
         new_tokens=int(rng.choice([16, 24])),
+        kv_bits=8 if np.random.default_rng([seed, number, CACHE]).random() < 0.2 else None,
         mesh_size=(1, 2) if number % MESHES == MESHES - 1 else None,
     )
     if made.mesh_size:  # the heads of other shapes cannot be divided

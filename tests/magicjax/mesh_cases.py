@@ -69,8 +69,9 @@ def nobody(kv_heads, shards):
 
 TREE = magicjax.expansion((2, 2))
 EARLY = magicjax.DynamicTree(8, 3, 2, min_prob=0.05)  # ends at other depths in other rows
+CACHE = "int8 cache"  # in place of a number of KV heads: 4 of them, and a cache in 8 bits
 INT4 = "int4"  # in place of a number of KV heads: 8 of them, and matrices in groups of 2
-# Name: (drafter, tree, options of generate, KV heads of the target, its family, or INT4).
+# Name: (drafter, tree, options of generate, KV heads of the target, its family, INT4 or CACHE).
 CASES = {
     "plain": (nobody, None, {}, 8),
     "plain sampled": (nobody, None, SAMPLED | dict(top_k=20, top_p=0.9), 4),
@@ -78,6 +79,7 @@ CASES = {
     "self sampled": (self_speculation(), magicjax.chain(3), SAMPLED, 4),
     "snapkv": (self_speculation("snapkv", refresh_every=4), TREE, {}, 2),
     "quest": (page_retrieval(page_size=4), TREE, {}, 2),
+    "cache in int8": (self_speculation(), magicjax.chain(3), {}, CACHE),
     "quest sampled": (page_retrieval(page_size=2, refresh_every=2), magicjax.chain(3), SAMPLED, 4),
     "layers": (self_speculation("snapkv", refresh_every=4, layers="1"), TREE, {}, 2),
     "layers int4 sampled": (
@@ -137,6 +139,8 @@ CASES = {
 
 @functools.cache
 def target(kv_heads: int | str, layers: int = 2) -> magicjax.Model:
+    if kv_heads == CACHE:
+        return dataclasses.replace(_model(4, 0.0, layers), kv_bits=8)
     return _model(kv_heads, 0.0, layers)
 
 

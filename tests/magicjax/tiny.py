@@ -74,8 +74,11 @@ def model(kind: str = "target", dtype: str = "float32") -> magicjax.Model:
     """Returns a model: the `target`, one `near` it (its weights with noise), or an `other`.
 
     `long`, `long near`: the first two with more positions. `few near`: embeddings of the first
-    tokens only. The weights are the same numbers in every dtype.
+    tokens only. `int8 cache`: the target with its cache in 8 bits. The weights are the same numbers
+    in every dtype.
     """
+    if kind == "int8 cache":
+        return dataclasses.replace(model("target", dtype), kv_bits=8)
     if kind == "few near":
         return few(model("near", dtype), VOCAB * 3 // 4)
     shape = config(num_layers=1, hidden_size=16, num_kv_heads=4) if kind == "other" else config()

@@ -10,6 +10,7 @@ from jax import lax
 
 from pallas_kernels import Quantized, dequantize, quantize, tree_attention
 from pallas_kernels.benchmarks.shapes import Shape
+from pallas_kernels.cpu import build
 from pallas_kernels.quantized import LARGEST
 from pallas_kernels.xla import BLOCK
 from tests.pallas_kernels.attention_cases import CPU, compiled, make_inputs, relative_error
@@ -52,6 +53,32 @@ def test_no_element_is_off_by_more_than_half_a_step(bits, dtype):
     error = np.abs(np.asarray(restore(quantized, jnp.float32), np.float64) - x)
     # A little more than half: x / scale, at most 127, is rounded to float32 first.
     assert 0.4 < (error / scales[..., None]).max() <= 0.5 + 127 * 2**-23
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_scales_of_powers_of_two_make_elements_exact(dtype):
+    """So what is stored is what was computed with, and rounding it again changes nothing."""
+    x = random_array((3, 2, 50, 16))
+    if dtype == "float16":
+        x = x / jnp.abs(x).max(-1, keepdims=True) * 100
+    x = x.astype(dtype)
+    x = x.at[0, 0, :3, 0].set(jnp.array([127, 127.0625, 63.5], dtype))
+    x = x.at[0, 0, :3, 1:].set(0)
+    stored = jax.jit(lambda x: quantize(x, 8, power_of_two=True))(x)
+    steps = np.asarray(stored.scales)
+    assert (np.frexp(steps)[0][steps > 0] == 0.5).all()
+    assert steps[0, 0, :3].tolist() == [1, 1 if dtype == "bfloat16" else 2, 0.5]
+    largest = np.abs(np.asarray(x, np.float64)).max(-1)
+    assert (largest <= 127.5 * steps).all() and (largest >= 63 * steps).all()
+    elements = restore(stored, x.dtype)
+    np.testing.assert_array_equal(elements, restore(stored, jnp.float32).astype(x.dtype))
+    np.testing.assert_array_equal(np.asarray(elements, float), restore(stored, jnp.float32))
+    again = quantize(elements, 8, power_of_two=True)
+    np.testing.assert_array_equal(again.values, stored.values)
+    np.testing.assert_array_equal(again.scales, stored.scales)
+    ordinary = quantize(x.astype(jnp.float32), 8)  # the control
+    exact = restore(ordinary, x.dtype) == restore(ordinary, jnp.float32)
+    assert exact.all() == (dtype == "float32")
 
 
 @every_bits
@@ -116,6 +143,25 @@ def test_attention_equals_that_to_the_dequantized_arrays(backend, bits, shape):
     expected_out, expected_lse = compiled("reference")(plain)
     assert relative_error(out, expected_out) < 1e-5
     np.testing.assert_allclose(lse, expected_lse, atol=1e-5)
+
+
+@pytest.mark.skipif(not build.is_available(), reason="needs the CPU kernels")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", quick(SHAPES, SHAPES[0], SHAPES[2]), ids=str)
+def test_kernels_read_scales_of_powers_of_two_with_the_bits_of_elements(shape, dtype):
+    def results(power_of_two):
+        inputs = make_inputs(shape, jnp.dtype(dtype))
+        stored = {
+            name: quantize(inputs[name], 8, power_of_two=power_of_two)
+            for name in ("k_prefix", "v_prefix")
+        }
+        plain = {name: restore(x, inputs["q"].dtype) for name, x in stored.items()}
+        return [compiled("cpu")(inputs | caches) for caches in (stored, plain)]
+
+    for found, expected in zip(*results(power_of_two=True), strict=True):
+        np.testing.assert_array_equal(found, expected)
+    (found, _), (expected, _) = results(power_of_two=False)
+    assert (found != expected).any()
 
 
 @pytest.mark.parametrize("shape", quick(SHAPES[1:], SHAPES[-1]), ids=str)

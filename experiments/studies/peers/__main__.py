@@ -257,7 +257,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, config.
                 "requests is not supported here, where a cell is one batch: remove it, and list "
                 "several values of prompt_seed"
             )
-        for name in ("temperature", "mesh", "offload"):
+        for name in ("temperature", "mesh", "offload", "target_kv_dtype"):
             if getattr(cell, name):
                 raise ConfigError(f"{name} is not supported here, where peers lack it: remove it")
         if is_gguf(cell.target) and cell.target_weights not in ("", NONE):

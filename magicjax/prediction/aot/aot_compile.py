@@ -79,6 +79,7 @@ class Workload:
     draft_shards: int | None = None
     offload: bool = False
     weights: str | None = None
+    kv_dtype: str | None = None
 
     @property
     def mesh_size(self) -> MeshSize:
@@ -126,6 +127,7 @@ def abstract_request(load: Workload, mesh: AnyMesh) -> Request:
         mesh=mesh,
     )
     stored: Any = dict(stages=load.stage, offload=load.offload, weights=load.weights)
+    stored |= dict(kv_dtype=load.kv_dtype)
     target = model(load.target, **stored)
     params = SamplingParams(max_tokens=load.max_tokens)
     request = validate(target, list(rows), params, options)

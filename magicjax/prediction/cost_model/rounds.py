@@ -60,7 +60,8 @@ class Draft:
         """The bytes that a draft step moves for each slot of a row."""
         assert self.sizes is not None, "prompt lookup runs no model"
         moved = GATHERED if self.page_size is not None else 1
-        return moved * self.sizes.draft_kv_bytes(self.bits)
+        reads_own = self.budget is None or self.page_size is not None
+        return moved * (self.sizes.kv_bytes if reads_own else self.sizes.slot_bytes(self.bits))
 
     def machine(self, machine: Machine) -> Machine:
         """Returns the target's devices, or as many of them as the draft's KV heads allow."""
@@ -88,9 +89,9 @@ class Draft:
         slots = self.budget
         if slots is None:
             slots = 0 if shared else context
+        per_slot = sizes.kv_bytes if self.budget is None else sizes.slot_bytes(self.bits)
         if self.page_size is not None:  # two vectors for each page, as keys and values of a slot
-            slots = -(-context // self.page_size)
-        per_slot = self.sizes.draft_kv_bytes(self.bits)
+            slots, per_slot = -(-context // self.page_size), sizes.slot_bytes(None)
         return memory_bytes(sizes, self.machine(machine), batch, slots, per_slot)
 
 
@@ -176,7 +177,8 @@ def draft_step(
     if draft.sizes is None:
         return {}
     step = batch, draft.slots(context), width
-    return _step(DRAFT, draft.sizes, draft.machine(machine), *step, draft.slot_bytes)
+    timed = dataclasses.replace(draft, bits=None).slot_bytes
+    return _step(DRAFT, draft.sizes, draft.machine(machine), *step, draft.slot_bytes, timed)
 
 
 def choice_seconds(draft: Draft, machine: Machine, batch: int, context: int) -> float:
@@ -189,7 +191,7 @@ def choice_seconds(draft: Draft, machine: Machine, batch: int, context: int) -> 
     sizes, rows = draft.sizes, machine.rows(batch)
     pages = rows * context / draft.page_size
     work = Part(
-        bytes=pages * sizes.kv_bytes / kv_shards(sizes, machine),
+        bytes=pages * sizes.slot_bytes(None) / kv_shards(sizes, machine),
         flops=4 * pages * sizes.num_layers * sizes.num_heads * sizes.head_dim / machine.model,
     )
     return seconds({CHOICE: work}, machine.device)[CHOICE] / draft.every
@@ -203,6 +205,7 @@ def _step(
     slots: float,
     nodes: int,
     slot_bytes: float | None = None,
+    timed_bytes: float | None = None,
 ) -> dict[str, float]:
     """Returns the seconds of each part, for several nodes of the target with a round's overhead.
 
@@ -217,8 +220,8 @@ def _step(
         return seconds(work, machine.device) | rest
 
     def total(rows: int, slots: float, nodes: int) -> float:
-        # Steps are timed on one device, with caches in the dtype of the model.
-        return sum(predicted(rows * machine.data, slots, nodes).values())
+        # Steps are timed on one device; those of drafts on caches that are not quantized.
+        return sum(predicted(rows * machine.data, slots, nodes, timed_bytes).values())
 
     parts, steps = predicted(batch, slots, nodes, slot_bytes), machine.device.steps(sizes.key, kind)
     if steps is None:

@@ -37,12 +37,13 @@ class Sizes:
       small: elements of norms and biases.
       tables: elements of tables of which a pass reads few rows: positions, an untied embedding, the
         map of a draft vocabulary.
-      itemsize: bytes per element of weights and caches.
+      itemsize: bytes per element of weights, and of caches that are not quantized.
       matrix_itemsize: bytes per element of the blocks' matrices; of quantized ones, with scales.
       output_itemsize: bytes per element of the output matrix.
       streamed: whether the blocks are offloaded: every pass copies them from host memory.
       window, windowed_layers: the sliding window, and the number of layers that have it.
       experts, experts_per_token: of a mixture, all of whose elements `mlp` counts; 0: no mixture.
+      kv_bits: of an element of the cache; None: `itemsize` counts.
     """
 
     name: str
@@ -65,18 +66,21 @@ class Sizes:
     windowed_layers: int = 0
     experts: int = 0
     experts_per_token: int = 0
+    kv_bits: int | None = None
 
     @property
     def key(self) -> str:
         """Identifies the sizes: two models with the same key have the same cost."""
-        *numbers, matrix_itemsize, output_itemsize, streamed, window, windowed, experts, chosen = (
-            dataclasses.astuple(self)[1:]
+        numbers = dataclasses.astuple(self)[1:13]  # up to `itemsize`
+        quantized = f"-matrices-{self.matrix_itemsize:.4g}" * (
+            self.matrix_itemsize != self.itemsize
         )
-        quantized = f"-matrices-{matrix_itemsize:.4g}" * (matrix_itemsize != self.itemsize)
-        quantized += f"-output-{output_itemsize:.4g}" * (output_itemsize != self.itemsize)
-        windows = f"-window-{window}-{windowed}" * bool(windowed)
-        mixture = f"-experts-{experts}-{chosen}" * bool(experts)
-        return "-".join(map(str, numbers)) + quantized + windows + mixture + "-streamed" * streamed
+        quantized += f"-output-{self.output_itemsize:.4g}" * (self.output_itemsize != self.itemsize)
+        windows = f"-window-{self.window}-{self.windowed_layers}" * bool(self.windowed_layers)
+        mixture = f"-experts-{self.experts}-{self.experts_per_token}" * bool(self.experts)
+        cache = f"-kv-{self.kv_bits}" * (self.kv_bits is not None)
+        rest = quantized, windows, mixture, cache, "-streamed" * self.streamed
+        return "-".join(map(str, numbers)) + "".join(rest)
 
     def with_layers(self, count: int) -> "Sizes":
         """Returns the sizes of a model of `count` of the layers."""
@@ -130,15 +134,17 @@ class Sizes:
         return self.matrix_bytes + output + self.itemsize * self.small
 
     @property
-    def kv_bytes(self) -> int:
+    def kv_bytes(self) -> float:
         """Bytes of keys and values per token, if all layers keep it."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.itemsize
+        return self.slot_bytes(self.kv_bits)
 
-    def draft_kv_bytes(self, bits: int | None) -> float:
-        """Returns the bytes of a draft cache slot; a quantized slot includes float32 scales."""
-        if bits is None:
-            return self.kv_bytes
-        return 2 * self.num_layers * self.num_kv_heads * (self.head_dim * bits / 8 + 4)
+    def slot_bytes(self, bits: int | None) -> float:
+        """Returns the bytes of a slot of a cache in all layers, with the float32 scales of `bits`.
+
+        None: elements have the model's dtype.
+        """
+        vector = self.head_dim * self.itemsize if bits is None else self.head_dim * bits / 8 + 4
+        return 2 * self.num_layers * self.num_kv_heads * vector
 
 
 @functools.lru_cache(maxsize=64)
@@ -148,11 +154,12 @@ def sizes_of(
     name: str = "the model",
     offload: bool = False,
     weights: models.MatrixFormats | models.WeightFormat | None = None,
+    kv_bits: int | None = None,
 ) -> Sizes:
     """Returns the sizes of a model, from the shapes of its parameters.
 
     Args:
-      config, dtype, name, weights: of the model.
+      config, dtype, name, weights, kv_bits: of the model.
       offload: as for `magicjax.load`.
     """
     module = models.build(config, dtype, weights)
@@ -196,6 +203,7 @@ def sizes_of(
         windowed_layers=config.num_layers - config.windows.count(None),
         experts=config.num_experts or 0,
         experts_per_token=config.experts_per_token,
+        kv_bits=kv_bits,
         **counted,
     )
 
@@ -239,7 +247,7 @@ def pass_parts(
       batch: B; the largest group counts if rows do not divide evenly.
       nodes: n, the new tokens of a row.
       slots: cache slots that a new token attends to, on average.
-      slot_bytes: of keys and values of a slot in all layers; None for the dtype of the model.
+      slot_bytes: of keys and values of a slot in all layers; None for those of the model's cache.
 
     Raises:
       ValueError: batch, nodes or slots that are too small, or KV heads that do not divide over

@@ -30,7 +30,12 @@ def model_sizes(model: Model, dtype: Any) -> cost_model.Sizes:
     """Returns the sizes of a model; `dtype` is used for a skeleton, whose parameters have none."""
     dtype = str(np.dtype(dtype if model.params is None else model.dtype))
     return cost_model.sizes_of(
-        model.config, dtype, model.name or "the model", model.offload, model.weights
+        model.config,
+        dtype,
+        model.name or "the model",
+        model.offload,
+        model.weights,
+        model.kv_bits,
     )
 
 

@@ -36,7 +36,7 @@ def target(**logits):
     for name, value in logits.items():
         values[int(name[1:])] = value
     # New token 1 follows from the prompt, of 8 tokens, and new token 0.
-    return SimpleNamespace(logits=values, dtype=np.dtype(np.float32), index=8)
+    return SimpleNamespace(logits=values, dtype=np.dtype(np.float32), index=8, kv_bits=None)
 
 
 def test_a_row_that_diverges_at_a_tie_is_exact(logits):

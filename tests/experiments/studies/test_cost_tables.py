@@ -104,7 +104,10 @@ GRID = pd.DataFrame(
         {"method": "prompt-lookup:4 -> self:h2o:64, chain:4", "nodes": 5, "gamma": 4, "tau": 3},
         {"method": "self:h2o:64, dynamic:8,4,2", "nodes": 8, "gamma": 4, "tau": 3},
     ]
-).assign(status="ok", target=TARGET, dtype="float32", batch=4, context=8192)
+).assign(
+    **dict(status="ok", target=TARGET, dtype="float32", batch=4, context=8192),
+    **dict(target_weights=None, target_kv_dtype=None, offload=None, activations="int8"),
+)
 
 
 def test_cells_of_a_grid_beside_predictions_from_constants_and_from_timed_passes(tmp_path):
@@ -117,7 +120,7 @@ def test_cells_of_a_grid_beside_predictions_from_constants_and_from_timed_passes
     )
     grid, profile, out = (tmp_path / name for name in ("grid.csv", "profile.json", "out.csv"))
     save_profile(profile, device, {})
-    GRID.assign(target_weights=None, offload=None, activations="int8").to_csv(grid, index=False)
+    GRID.to_csv(grid, index=False)
     files = ["--summary", str(grid), "--profile", str(profile)]
     assert cost_tables.main([*files, "--out", str(out)]) == 0
     found = pd.read_csv(out)
@@ -128,18 +131,17 @@ def test_cells_of_a_grid_beside_predictions_from_constants_and_from_timed_passes
     assert found["from constants"][1] > 1.2  # bound by memory: five nodes cost little
 
 
-def test_quantized_cells_are_predicted_with_their_weights(tmp_path):
+def test_quantized_cells_are_predicted_with_their_bytes(tmp_path):
     device = cost_model.Device("this", 30e9, 1e14, 1e10, None, dtype="float32", layer_seconds=0.0)
     grid, profile = tmp_path / "grid.csv", tmp_path / "profile.json"
     save_profile(profile, device, {})
-    cells = [
-        GRID[1:2].assign(target_weights=weights, offload=None, activations="int8")
-        for weights in (None, "int4:32")
-    ]
-    pd.concat(cells).to_csv(grid, index=False)
-    full, quantized = cost_tables.of_grid(str(grid), str(profile))
-    # weights count less beside the cache, which a draft does not read
-    assert quantized["from constants"] > 1.05 * full["from constants"]
+    formats = ({}, dict(target_weights="int4:32"), dict(target_kv_dtype="int8"))
+    pd.concat([GRID[1:2].assign(**changes) for changes in formats]).to_csv(grid, index=False)
+    full, weights, cache = (
+        row["from constants"] for row in cost_tables.of_grid(str(grid), str(profile))
+    )
+    # weights count less beside the cache, which a draft does not read; and the cache less
+    assert weights > 1.05 * full > 1.1 * cache
 
 
 @pytest.mark.parametrize(

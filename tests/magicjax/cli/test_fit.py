@@ -52,6 +52,26 @@ def test_without_the_compiler_the_report_is_an_estimate(run, monkeypatch):
     assert found["workload"]["weights"] is None
 
 
+def test_a_cache_in_8_bits_has_half_the_bytes_and_a_scale_per_vector(run):
+    arguments = (*ARGUMENTS, *LOAD, "--json")
+    plain, rounded = (
+        json.loads(run(*arguments, *more)[1]) for more in ((), ("--kv-dtype", "int8"))
+    )
+    name = "bytes on each device"
+    assert rounded[name]["target KV"] / plain[name]["target KV"] == (128 + 4) / 256
+    assert rounded[name]["draft KV"] == plain[name]["draft KV"]
+    assert rounded["largest context"] > 1.8 * plain["largest context"]
+    title = run(*ARGUMENTS, *LOAD, "--kv-dtype", "int8")[1].splitlines()[2]
+    assert title.endswith(", int8 KV cache")
+    plan = ("plan", "--target", "llama-3.1-8b", "--batch", 64, "--context", 32000, "--json")
+    plan += ("--device", "h100", "--mesh", "model=8", "--acceptance", 0.8)
+    steps = [
+        json.loads(run(*plan, *more)[1])["plain"]["t_target_ms"]
+        for more in ((), ("--kv-dtype", "int8"))
+    ]
+    assert 0.5 < steps[1] / steps[0] < 0.8  # the cache is most of what a step reads
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["fit", "plan"])
 @pytest.mark.parametrize(

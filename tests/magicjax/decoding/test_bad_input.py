@@ -1,6 +1,7 @@
 """Invalid arguments raise before compilation; errors name the value, the limit, the remedy."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -497,6 +498,19 @@ def test_invalid_settings_are_errors_at_construction(make, message):
 def test_a_missing_directory_is_an_error(path):
     with pytest.raises(FileNotFoundError, match=f"{path} is not a directory"):
         magicjax.load(path)
+
+
+@pytest.mark.parametrize(
+    ("source", "kv_dtype", "message"),
+    [
+        ("experiments/zoo/target", "fp8", "kv_dtype='fp8' is not supported: use 'int8', or omit"),
+        ("tests/models/golden/mpt", "int8", "kv_dtype='int8' rounds the positions"),
+        ("tests/models/golden_eagle/eagle31", "int8", "is an EAGLE head: omit kv_dtype"),
+    ],
+)
+def test_a_cache_that_cannot_be_in_8_bits_is_an_error(source, kv_dtype, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        magicjax.load(source, kv_dtype=kv_dtype)
 
 
 def test_the_largest_valid_request_is_accepted():

@@ -51,6 +51,8 @@ DRAFTS = {
     "self_layers": ("layers", magicjax.chain(4)),
     "quest": ("quest", magicjax.chain(4)),
     "quest_tree": ("quest refreshed", magicjax.expansion((2, 2, 1))),
+    "self_of_int8_cache": ("self", magicjax.chain(4)),
+    "quest_of_int8_cache": ("quest", magicjax.chain(4)),
     "cascade": ("cascade", magicjax.chain(4)),
     "cascade_sampled": ("cascade", magicjax.chain(4)),
     "cascade_pages": ("cascade of pages", magicjax.chain(4)),
@@ -62,6 +64,7 @@ PARTS = (
     *("ensemble", "ensemble_sampled", "self_chain", "plain_sampled", "snapkv_refreshed"),
     *("small_sparse", "pyramidkv", "self_copy", "quest", "plain", "int4_refreshed"),
     *("cascade_sampled", "cascade_pages", "cascade_full", "self_layers", "int8", "quest_tree"),
+    "quest_of_int8_cache",
 )
 MOVES = ("copy", "transpose", "convert", "concatenate", "select", "pad", "broadcast", "reverse")
 
@@ -101,8 +104,9 @@ def request_of(name: str):
         "cascade of one tree": magicjax.Cascade(small, magicjax.FullCacheSpeculation()),
     }
     drafter = drafters.get(kind)
+    target = dataclasses.replace(shaped(WIDE), kv_bits=8 if name.endswith("int8_cache") else None)
     return keywords.prepare(
-        shaped(WIDE),
+        target,
         [np.zeros(PROMPT, np.int32), np.zeros(10, np.int32)],
         drafter=drafter,
         tree=tree,
@@ -128,7 +132,7 @@ def num_bytes(cache) -> int:
 
 def sizes_of(request, state) -> dict[str, int]:
     """Returns the number of elements of one layer's keys, per cache in the state."""
-    sizes = {"target": state.cache.k[0].size}
+    sizes = {"target": jax.tree.leaves(state.cache.k)[0].size}
     if request.drafter is not None:
         own = jax.tree.leaves(state.drafter, is_leaf=is_cache)
         own = [jax.tree.leaves(cache.k)[0] for cache in own if is_cache(cache)]
@@ -182,7 +186,7 @@ def test_the_loop_copies_no_cache_and_needs_little_memory_beside_them(name):
     # Scores of every slot, twice, and two blocks of slots: less than one layer's keys.
     nodes, (rows, slots) = request.settings.shape.num_nodes, (2, request.settings.capacity)
     scores = rows * WIDE.num_heads * nodes * slots * 4
-    keys = state.cache.k[0].size * 4
+    keys = sizes["target"] * 4
     assert memory.temp_size_in_bytes < 2 * scores + 3e6 < keys
     # The state's memory is taken over, so no second set of caches exists.
     assert memory.alias_size_in_bytes >= held
@@ -249,7 +253,7 @@ def test_prefill_holds_no_scores_of_the_whole_prompt():
 
 COUNTED = (
     *("plain", "small_tree", "ensemble", "h2o_refreshed", "pyramidkv", "int4_refreshed"),
-    *("quest", "cascade"),
+    *("quest", "cascade", "quest_of_int8_cache"),
 )
 
 

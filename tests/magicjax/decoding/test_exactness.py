@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 import magicjax
+from magicjax.kv_cache import attend
+from tests.forget import forget_programs
 from tests.magicjax import keywords, oracle, tiny
 from tests.quick import quick
 
@@ -114,6 +116,52 @@ def test_quantized_targets_and_drafts_are_exact(target, draft, tally):
             keywords.generate(model, tiny.prompts(3), drafter=other, **options)
     unquantized = np.array_equal(wanted, tiny.expected(3))
     assert unquantized == (target is None)  # the text of a quantized target is its own
+
+
+@pytest.mark.parametrize(
+    ("kind", "tree"),
+    quick(
+        [
+            *[(None, None), ("self", "2,2,1"), ("quest", "2,2,1"), ("layers", "2,2,1")],
+            *[
+                ("near", "dynamic"),
+                ("ensemble", "2,2,1"),
+                ("eagle", "2,2,1"),
+                ("cascade", "chain4"),
+            ],
+        ],
+        *[("self", "2,2,1"), ("quest", "2,2,1")],
+    ),
+)
+def test_a_target_with_its_cache_in_8_bits_is_exact(kind, tree, tally):
+    target, prompts = tiny.model("int8 cache"), tiny.prompts(8)
+    options: dict = dict(max_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
+    if kind:
+        options |= dict(drafter=tiny.drafter(kind), tree=(tiny.TREES | tiny.SPECIAL)[tree])
+    found = keywords.generate(target, prompts, **options)
+    wanted = [oracle.greedy(target, prompt, tiny.NEW) for prompt in prompts]
+    tally.compare(target, prompts, wanted, tiny.rows_of(found))
+    assert not np.array_equal(wanted, tiny.expected(8))  # rounding changes the text
+    assert sum(map(np.array_equal, wanted, tiny.rows_of(found))) >= 7  # ties are rare
+
+
+@pytest.mark.parametrize("rounds", [True, False])
+def test_a_pass_attends_to_its_own_tokens_as_they_are_stored(rounds, monkeypatch):
+    if not rounds:  # the control
+        monkeypatch.setattr(attend, "rounded", lambda k, v, slots: (k, v))
+        forget_programs()
+    target, prompts = tiny.model("int8 cache"), tiny.prompts(3)
+    options: dict = dict(max_tokens=tiny.NEW, eos_token_id=tiny.NEVER, logprobs=0)
+    found = keywords.generate(target, prompts, **options)
+    errors = []
+    for prompt, row, logprobs in zip(prompts, tiny.rows_of(found), found.logprobs, strict=True):
+        logits = oracle.logits(target, [*prompt, *row])[len(prompt) - 1 : -1]
+        chosen = np.take_along_axis(logits, row[:, None], 1)[:, 0]
+        wanted = chosen - np.log(np.exp(logits).sum(-1))
+        errors.append(np.abs(logprobs.chosen - wanted))
+    assert (np.median(errors) < 1e-5) == rounds
+    if not rounds:
+        forget_programs()
 
 
 def test_the_drafters_reach_every_branch():

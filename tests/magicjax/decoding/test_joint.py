@@ -78,13 +78,16 @@ def self_speculation(**options) -> magicjax.SelfSpeculation:
 
 
 @functools.cache
-def joint(options: tuple[tuple[str, float], ...], layers: int = 1) -> dict[tuple[int, ...], float]:
+def joint(
+    options: tuple[tuple[str, float], ...], layers: int = 1, kv_bits: int | None = None
+) -> dict[tuple[int, ...], float]:
     """Returns the probability of every text, computed by the oracle and a plain warping."""
+    target = dataclasses.replace(model(0, layers), kv_bits=kv_bits)
     finished, open_ = {}, {(): 1.0}
     for _ in range(LENGTH):
         longer = {}
         for text, mass in open_.items():
-            logits = oracle.logits(model(0, layers), [*PROMPT, *text])[-1]
+            logits = oracle.logits(target, [*PROMPT, *text])[-1]
             given = dict(options)
             rules = {name: given.pop(name) for name in [*given] if name not in WARPED}
             words = rules.pop("bad_words", ())
@@ -281,6 +284,16 @@ def test_sampled_texts_of_a_packed_target_have_its_joint_distribution():
     moved = {text: p * (1.1 if text[0] == EOS else 1) for text, p in wanted.items()}
     moved = {text: p / sum(moved.values()) for text, p in moved.items()}
     assert p_value(counts, moved) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", [small(1), self_speculation()], ids=["small", "self"])
+def test_sampled_texts_of_a_target_with_its_cache_in_8_bits_have_its_joint_distribution(drafter):
+    settings = dict(temperature=0.3)  # rounding moves few tokens: the control needs sharp choices
+    target = dataclasses.replace(model(0), kv_bits=8)
+    counts = sampled(drafter, PAIRS, MANY_CALLS, target, **settings)
+    assert p_value(counts, joint((*settings.items(),), kv_bits=8)) > 0.001
+    assert p_value(counts, joint((*settings.items(),))) < 1e-4
 
 
 @functools.cache

@@ -27,6 +27,7 @@ WORKLOADS = {
         "draft_shards": 2,
     },
     "stages": {"drafter": "self:streaming:256", "stage": 2, "model": 2},
+    "int8 cache": {"drafter": "self:streaming:256", "kv_dtype": "int8", "model": 2},
 }
 
 
@@ -92,7 +93,9 @@ def test_the_remedies_fit_and_more_does_not(drafter):
     for larger in ({"rows": rows + 1}, {"tokens": tokens - 20 + 64}):  # slots come in 64s
         with pytest.raises(memory.OutOfMemoryError):
             memory.check(request_of(tiny.model(), drafter=drafter, **larger), available)
-    with pytest.raises(memory.OutOfMemoryError, match="use a smaller model, a smaller dtype, off"):
+    with pytest.raises(
+        memory.OutOfMemoryError, match="use a smaller model, a smaller dtype or kv_dtype, off"
+    ):
         memory.check(request_of(tiny.model(), drafter=drafter), 100)
 
 

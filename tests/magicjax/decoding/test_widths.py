@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not build.is_default(), reason="needs the CPU ke
 
 SHAPE = 4  # its groups are those of the kernels
 SHAPES = {"windows": 5, "experts": 6}
-FORMATS = ("bfloat16", "int8", "int4:32", "packed", *SHAPES)
+FORMATS = ("bfloat16", "int8", "int4:32", "packed", "cache in int8", *SHAPES)
 CONFIGURATIONS = [(form, number) for form in FORMATS for number in range(100)]
 
 
@@ -40,6 +40,8 @@ def outputs(form: str, number: int, **options):
     target, is_quantized = in_bfloat16(configurations.model(shape, number)), form.startswith("int")
     if is_quantized:
         target = tiny.quantized(target, form)
+    if form == "cache in int8":
+        target = dataclasses.replace(target, kv_bits=8)
     if form == "packed":
         target, is_quantized = tiny.packed(target), True  # has no quantized copies
     drafter, tree = configurations.drafting_of(rng, shape, number, False, not is_quantized)
@@ -58,7 +60,7 @@ def outputs(form: str, number: int, **options):
 
 @pytest.mark.parametrize(
     ("form", "number"),
-    quick(CONFIGURATIONS, ("packed", 2)),
+    quick(CONFIGURATIONS, ("packed", 2), ("cache in int8", 4)),
 )
 def test_speculative_text_equals_plain_text_bit_for_bit(form, number):
     plain, speculative = outputs(form, number)

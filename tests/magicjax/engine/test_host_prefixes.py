@@ -10,8 +10,10 @@ import pytest
 import magicjax
 from magicjax.decoding import memory, program_cache
 from magicjax.engine import prefix_store
+from magicjax.kv_cache import full_cache
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.parallel import offloading
+from pallas_kernels import Quantized
 from sharding import make_mesh
 from tests.magicjax import mesh_cases, oracle, tiny
 from tests.magicjax.engine import engines
@@ -24,19 +26,23 @@ DRAFTERS = ("plain", "streaming", "snapkv", "small", "sparse small", "ensemble",
 AMPLE = 10**9
 
 
-def entry(tokens) -> prefix_store.Prefix:
+def entry(tokens, in_8_bits: bool = False) -> prefix_store.Prefix:
     """Returns a prefix whose keys are its tokens, and values minus them; -9 in dead slots."""
     keys = np.full((1, 1, SLOTS, 1), -9.0, np.float32)
     keys[0, 0, : len(tokens), 0] = tokens
-    cache = KVCache((jnp.array(keys),), (jnp.array(-keys),), jnp.array([len(tokens)]), (None,))
+    k, v = jnp.array(keys), jnp.array(-keys)
+    if in_8_bits:
+        k, v = (Quantized(x.astype(jnp.int8), jnp.ones(x.shape[:-1]), 8) for x in (k, v))
+    cache = KVCache((k,), (v,), jnp.array([len(tokens)]), (None,))
     return prefix_store.Prefix(np.array(tokens, np.int32), cache, {"seen": jnp.arange(3)})
 
 
+def shapes_of(row):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), row)
+
+
 def store_of(entries: int, max_host_bytes: int, min_shared: int = 3) -> prefix_store.PrefixStore:
-    row = entry([1]).row
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), row
-    )
+    shapes = shapes_of(entry([1]).row)
     return prefix_store.PrefixStore(100 * entries, 100, min_shared, max_host_bytes, shapes)
 
 
@@ -100,15 +106,16 @@ def test_both_tiers_are_bounded_whatever_is_stored():
     assert store.host_hits > 5 and len(newest) > 3
 
 
-def test_arrays_in_host_memory_share_none_with_the_device():
-    prefix = entry([4, 5, 6])
-    stored = prefix_store.to_host(prefix)
+@pytest.mark.parametrize("in_8_bits", [False, True])
+def test_arrays_in_host_memory_share_none_with_the_device(in_8_bits):
+    prefix = entry([4, 5, 6], in_8_bits)
+    stored, shapes = prefix_store.to_host(prefix), shapes_of(prefix.row)
     overwrite = jax.jit(lambda row: jax.tree.map(lambda x: x * 0 + 7, row), donate_argnums=0)
     overwrite(prefix.row)
-    shapes = store_of(1, AMPLE)._row_shapes
     for _ in range(2):
         row = prefix_store.to_device(stored, shapes).row
-        assert np.array(row[0].k[0])[0, 0, :4, 0].tolist() == [4, 5, 6, 0]
+        keys = full_cache.elements(row[0].k[0], jnp.float32)
+        assert np.array(keys)[0, 0, :4, 0].tolist() == [4, 5, 6, 0]
         assert np.array(row[1]["seen"]).tolist() == [0, 1, 2]
         overwrite(row)
 

@@ -93,7 +93,9 @@ def test_the_remedies_fit_and_more_does_not(stored):
 def test_what_cannot_help_is_not_named():
     with pytest.raises(memory.OutOfMemoryError, match="use slots=1 or capacity=.*, or more dev"):
         check_engine((1 + MAX_PREFILLS) * row_bytes(), prefix_bytes=0)
-    with pytest.raises(memory.OutOfMemoryError, match="use a smaller model, a smaller dtype, off"):
+    with pytest.raises(
+        memory.OutOfMemoryError, match="use a smaller model, a smaller dtype or kv_dtype, off"
+    ):
         check_engine(100)
 
 

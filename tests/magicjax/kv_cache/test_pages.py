@@ -61,7 +61,7 @@ def attention(query, keys, values):
 
 
 def paged(cache, page_size, chosen, newest, due=None) -> pages.PagedCache:
-    bounds = pages.bounds_of(cache, page_size)
+    bounds = pages.bounds_of(cache, page_size, cache.k[0].dtype)
     start = pages.in_order(cache, chosen)
     return pages.PagedCache(cache, bounds, start, due, newest, page_size)
 
@@ -167,7 +167,8 @@ def check_bounds(bounds, cache) -> None:
         if window is not None:  # has no pages
             assert low.shape[2] == high.shape[2] == 0
             continue
-        keys, slots = np.asarray(keys, np.float64), keys.shape[2]
+        keys = np.asarray(full_cache.elements(keys, np.float32), np.float64)
+        slots = keys.shape[2]
         page_size = slots // low.shape[2]
         live = (np.arange(slots) < np.asarray(cache.lengths)[:, None])[:, None, :, None]
         for page in range(low.shape[2]):
@@ -186,7 +187,7 @@ def test_bounds_after_any_accepted_paths_are_those_of_a_prefill(dtype, page_size
     rng = np.random.default_rng(page_size)
     cache = cache_of(rng, [1, 4, 7, 8, 9, 31, 50, 58], layers=2)
     cache = jax.tree.map(lambda x: x.astype(dtype) if x.ndim == 4 else x, cache)
-    bounds, update = pages.bounds_of(cache, page_size), pages.update_bounds
+    bounds, update = pages.bounds_of(cache, page_size, cache.k[0].dtype), pages.update_bounds
     check_bounds(bounds, cache)
     for after in append_paths(rng, cache, bounds, 8, nodes=7, depth=4, update=update):
         check_bounds(*reversed(after))
@@ -208,7 +209,7 @@ def test_wrong_updates_of_bounds_are_detected(wrong):
 
     rng = np.random.default_rng(0)
     cache = cache_of(rng, [1, 4, 7, 30])
-    bounds = pages.bounds_of(cache, 4)
+    bounds = pages.bounds_of(cache, 4, cache.k[0].dtype)
     with pytest.raises(AssertionError):
         for after in append_paths(rng, cache, bounds, 4, nodes=7, depth=4, update=update):
             check_bounds(*reversed(after))
