@@ -72,7 +72,10 @@ def generate(
         drafters on these prompts and uses the one that is measured to be fastest, or plain decoding
         (see `magicjax.Auto`); the output's `choice` can be passed as a drafter later.
       tree: shape of the proposal in each round, or its text, such as "chain:4" or
-        "expansion:2,2,1"; None for chain(4).
+        "expansion:2,2,1"; None for chain(4). "auto" chooses the tree for the drafter as
+        drafter="auto" does, with the device's profile: the fastest chain or optimal tree of at
+        most 6 levels, by the acceptance of each rank and depth and the times of passes on these
+        prompts. For self-speculation, small models and prompt lookup.
       verifier: the rule that accepts drafted tokens. None for greedy, or above a temperature of 0
         for the rule that is exact for the drafter's draws (mss). naive, the baseline of SpecInfer,
         samples from the target and accepts drafted tokens that agree: its tokens are those of plain
@@ -115,7 +118,7 @@ def run(
     options: RequestOptions,
 ) -> Output:
     """Returns the output of `generate`; the options are its keyword arguments."""
-    if auto := _chooser(options.drafter):
+    if auto := _chooser(options):
         return auto.generate(target, prompts, params, options)
     compiled = program_cache.totals()
     request = prepare(target, prompts, params, options)
@@ -125,18 +128,17 @@ def run(
     return output_of(request, state, compiled, prefill_s=prefill_s, decode_s=decode_s)
 
 
-def _chooser(drafter: Any) -> ModuleType | None:
-    """Returns the module that chooses drafters, None unless this one is to be chosen.
+def _chooser(options: RequestOptions) -> ModuleType | None:
+    """Returns the module that chooses drafters and trees, None unless one is to be chosen.
 
     It is imported here because it imports the planner, which other requests do not use.
     """
-    if drafter is None or isinstance(drafter, Drafter):
-        return None
-    if isinstance(drafter, str) and drafter != "auto":
+    texts = [x for x in (options.drafter, options.tree) if isinstance(x, str)]
+    if "auto" not in texts and isinstance(options.drafter, Drafter | str | None):
         return None
     from magicjax.prediction.autotune import auto
 
-    return auto if auto.is_choice(drafter) else None
+    return auto if "auto" in texts or auto.is_choice(options.drafter) else None
 
 
 @explain_unknown
@@ -188,7 +190,7 @@ def run_stream(
 ) -> Rounds:
     """Returns the rounds of `stream`; the options are its keyword arguments."""
     before = program_cache.totals()
-    if auto := _chooser(options.drafter):
+    if auto := _chooser(options):
         prepared: tuple = auto.prepare_stream(target, prompts, params, options)
     else:
         request = prepare(target, prompts, params, options)

@@ -60,7 +60,7 @@ def add_speculation(
         help="chain:4 (default), expansion:2,2,1, parents:-1,0,0,1, dynamic:16,6,4 (nodes, depth, "
         "width) or dynamic:6,5,2,0.6 (and min_prob); one for all drafters, or one per drafter; "
         "for a cascade that of its first drafter, or 'chain:4 -> chain:8': its tree, and the chain "
-        "that the target verifies",
+        "that the target verifies; auto, of `magicjax generate`: the fastest for this prompt",
     )
     return group
 
@@ -107,6 +107,11 @@ def engine_drafters(arguments: argparse.Namespace, sampled: bool, greedy: str) -
         raise ValueError(
             f"--drafter {options.AUTO} measures a single prompt: find a drafter with `magicjax "
             f"generate --drafter {options.AUTO}`, and pass it"
+        )
+    if options.AUTO in arguments.tree:
+        raise ValueError(
+            f"--tree {options.AUTO} measures a single prompt, and an engine adapts the depth of a "
+            "chain to its requests: omit --tree, or find one with `magicjax generate`"
         )
     if options.NONE in drafters:
         if len(drafters) > 1:

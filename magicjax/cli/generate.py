@@ -115,8 +115,8 @@ def _add_speculation(parser: Any) -> None:
     )
     group.add_argument(
         "--profile",
-        help=f"device profile for --drafter {AUTO}: a file from `magicjax calibrate`, or a preset; "
-        "default: the default output of calibrate",
+        help=f"device profile for {AUTO}: a file from `magicjax calibrate`, or a preset; default: "
+        "the default output of calibrate",
     )
     group.add_argument(
         "--draft-shards",
@@ -171,10 +171,10 @@ def _join(arguments: argparse.Namespace) -> None:
     Raises:
       ValueError: times that differ choose the drafter, or see `processes.join`.
     """
-    if AUTO in arguments.drafter:
+    if AUTO in (*arguments.drafter, *arguments.tree):
         raise ValueError(
-            f"--drafter {AUTO} depends on measured times, which differ between processes: select a "
-            "drafter"
+            f"{AUTO} depends on measured times, which differ between processes: select a "
+            "drafter and a tree"
         )
     prompt, config = _prompt(arguments), config_of(arguments.target)
     local = ("run", "rank", "coordinator", "prompt", "prompt_file")
@@ -201,15 +201,18 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ValueError(
             f"--drafter {AUTO} excludes other drafters: list them with --candidate instead"
         )
+    auto_tree = AUTO in arguments.tree
+    if auto_tree and (auto or len(arguments.drafter) != 1 or len(arguments.tree) != 1):
+        raise ValueError(f"--tree {AUTO} chooses the tree of one --drafter: name one drafter")
     drafters = arguments.candidate if auto else arguments.drafter
     paths = [part.path for text in drafters for part in parse_all(text)]
     without_auto = f"without --drafter {AUTO}"
     without_drafter = "without --candidate" if auto else "without --drafter"
     effects: list[tuple[str, object, str]] = [
         ("tree", not auto, f"with --drafter {AUTO}, which chooses the tree"),
-        ("show_tree", not auto, f"with --drafter {AUTO}, which chooses the tree"),
+        ("show_tree", not (auto or auto_tree), f"with {AUTO}, which chooses the tree"),
         ("candidate", auto, without_auto),
-        ("profile", auto, without_auto),
+        ("profile", auto or auto_tree, f"{without_auto} or --tree {AUTO}"),
         ("show_tree", drafters, without_drafter),
         ("draft_shards", arguments.mesh, "without --mesh"),
         ("draft_shards", any(paths), "without --drafter small:PATH"),
@@ -303,6 +306,10 @@ def speculation(
         shards=arguments.draft_shards, packed=arguments.activations == "int8" and not arguments.mesh
     )
     load = functools.partial(text.unloaded, dtype=arguments.dtype, **options)
+    if AUTO in arguments.tree:
+        from magicjax.prediction.autotune.choice import for_tree  # imports the planner
+
+        return for_tree(make_drafter(arguments.drafter[0], load), arguments.profile), None
     if AUTO not in arguments.drafter:
         return drafting.speculation(arguments.drafter, arguments.tree, load)
     candidates = [make_drafter(candidate, load) for candidate in arguments.candidate]

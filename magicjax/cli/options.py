@@ -25,9 +25,10 @@ BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
 def trees(text: str) -> str:
-    """Returns the text of a --tree option, for `argparse`; its trees are valid."""
+    """Returns the text of a --tree option, for `argparse`; it is "auto", or its trees are valid."""
     try:
-        parse_trees(text)
+        if text != AUTO:
+            parse_trees(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text

@@ -133,10 +133,12 @@ def drafter_and_tree(
     Raises:
       ValueError, FileNotFoundError: a text that is not a drafter or a tree.
     """
-    if drafter == "auto":
-        raise ValueError(
-            "drafter='auto' is not supported here: choose one, magicjax.choose_drafter"
-        )
+    for name, value in (("drafter", drafter), ("tree", tree)):
+        if isinstance(value, str) and value == "auto":
+            raise ValueError(
+                f"{name}='auto' is not supported here: choose one with magicjax.generate, and pass "
+                "its output's choice.drafter and choice.tree"
+            )
     load = functools.partial(loading.skeleton, dtype=target.dtype)
     return resolve(drafter, tree, load)
 

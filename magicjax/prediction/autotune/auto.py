@@ -14,13 +14,13 @@ from jax.sharding import Mesh
 from magicjax.decoding import program_cache, runner
 from magicjax.decoding.controller import PLAIN, Arm, Controller, RoundTimes
 from magicjax.decoding.loop import DecodeState
-from magicjax.decoding.preparation import prepare
+from magicjax.decoding.preparation import drafter_and_tree, prepare
 from magicjax.decoding.prompts import prompts_of
 from magicjax.decoding.request import Request, RequestOptions
 from magicjax.decoding.runner import Call, Output
 from magicjax.decoding.validation import params_of_rows
 from magicjax.model import Model
-from magicjax.prediction.autotune.choice import Auto, Choice, settings_of
+from magicjax.prediction.autotune.choice import Auto, Choice, for_tree, settings_of
 from magicjax.prediction.autotune.search import choose, make_problem, placed
 from magicjax.sampling_params import SamplingParams
 from magicjax.trees.token_tree import ROOT_ONLY, chain
@@ -74,7 +74,7 @@ def generate(
     options: RequestOptions,
 ) -> Output:
     """Returns the output of `magicjax.generate` with a drafter to choose, or with a choice."""
-    compiled = program_cache.totals()
+    compiled, options = program_cache.totals(), with_drafters(target, options)
     choice, request, started, plan_s = _resolve(target, prompts, params, options, adaptive=True)
     runner.log_request(request)
     state, prefill_s = started or runner.prefill_and_init(request)
@@ -106,12 +106,30 @@ def prepare_stream(
     Raises:
       ValueError: `adaptive_depth` is set; also the errors of `choose_drafter`.
     """
+    options = with_drafters(target, options)
     drafter = options.drafter
     auto = drafter.auto if isinstance(drafter, Choice) else settings_of(drafter)
     if auto.adaptive_depth:
         raise ValueError("adaptive_depth=True: a stream has a fixed tree; omit it, or use generate")
     choice, request, started, _ = _resolve(target, prompts, params, options, adaptive=False)
     return request, choice, started
+
+
+def with_drafters(target: Model, options: RequestOptions) -> RequestOptions:
+    """Returns the options, with the settings that choose the tree of one drafter for tree="auto".
+
+    Raises:
+      ValueError: there is no drafter, or its cost is not modelled.
+    """
+    if not (isinstance(options.tree, str) and options.tree == "auto"):
+        return options
+    if options.drafter is None or is_choice(options.drafter):
+        raise ValueError(
+            "tree='auto' chooses the tree of one drafter: name it, or omit tree with drafter='auto'"
+        )
+    drafter, _ = drafter_and_tree(target, options.drafter, None)
+    assert drafter is not None  # as it was
+    return dataclasses.replace(options, drafter=for_tree(drafter), tree=None)
 
 
 def _resolve(

@@ -4,14 +4,16 @@ import dataclasses
 import os
 from collections.abc import Sequence
 
-from magicjax.drafters import Drafter
+from magicjax.drafters import Drafter, PromptLookup
 from magicjax.prediction import planner
 from magicjax.prediction.autotune.trial import ROUNDS, Trial
 from magicjax.prediction.planner.candidates import name_of
-from magicjax.trees.token_tree import TokenTree, chain
+from magicjax.trees.token_tree import TokenTree, chain, expansion
 
 MIN_ROUNDS_PER_CALL = 32
 MIN_TRIAL_ROUNDS = 2 * ROUNDS
+# Of the trial of tree="auto", which measures acceptance by rank; prompt lookup proposes chains.
+RANKS = expansion((2, 2, 1, 1, 1, 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +76,16 @@ class Auto:
             )
         if not isinstance(self.tree, TokenTree) or self.tree.num_nodes < 2:
             raise ValueError(f"tree={self.tree!r} must be a static tree with at least one child")
+
+
+def for_tree(drafter: Drafter, profile: str | os.PathLike | None = None) -> Auto:
+    """Returns the settings that choose the tree of one drafter, `tree="auto"`.
+
+    Raises:
+      ValueError: the planner does not support the drafter.
+    """
+    tree = Auto.tree if isinstance(drafter, PromptLookup) else RANKS
+    return Auto((drafter,), profile, tree=tree)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -71,6 +71,13 @@ REFUSED = {
         ["--target", "DIR", "--prompt", "a", "--drafter", "auto", "--tree", "chain:2"],
         "--tree has no effect with --drafter auto, which chooses the tree: remove it",
     ),
+    "a tree of auto for two drafters": (
+        [
+            *("--target", "DIR", "--prompt", "a", "--tree", "auto"),
+            *("--drafter", "self", "--drafter", "prompt-lookup"),
+        ],
+        "--tree auto chooses the tree of one --drafter: name one drafter",
+    ),
     "a candidate that cannot draft": (
         [
             *("--target", "DIR", "--prompt", "a", "--drafter", "auto", "--profile", "h100"),

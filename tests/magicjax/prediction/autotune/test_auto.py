@@ -118,6 +118,32 @@ def test_the_text_is_exact_and_the_choice_can_be_reused(profile, tally, short_ca
 
 
 @pytest.mark.usefixtures("predicted_times")
+@pytest.mark.parametrize(("kind", "ranks"), [("cheap", 2), ("prompt-lookup", 1)])
+def test_the_tree_of_one_drafter_is_chosen(kind, ranks, tmp_path, monkeypatch, tally):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cost_model.save_profile(cost_model.default_profile(), HERE, {})
+    (drafter,) = drafters(kind)
+    output = generate(drafter, tree="auto")
+    tally.compare(tiny.model(), tiny.prompts(8), tiny.expected(8), tiny.rows_of(output))
+    choice = output.choice
+    assert [trial.name for trial in choice.trials] == ["", candidates.name_of(drafter)]
+    assert {len(row) for row in choice.trials[1].acceptance} == {ranks}
+    assert (choice.drafter is None) == (choice.timed[0].speedup < search.LEAST_GAIN)
+    assert choice.tree in (None, choice.timed[0].tree)
+
+
+@pytest.mark.parametrize("drafter", [None, "auto"])
+def test_a_tree_of_no_drafter_is_not_chosen(drafter):
+    with pytest.raises(ValueError, match="tree='auto' chooses the tree of one drafter: name it"):
+        generate(drafter, tree="auto")
+
+
+def test_an_engine_refuses_to_choose_a_tree():
+    with pytest.raises(ValueError, match="tree='auto' is not supported here"):
+        magicjax.Engine(tiny.model(), tiny.drafter("self"), "auto")
+
+
+@pytest.mark.usefixtures("predicted_times")
 def test_if_no_drafter_is_faster_it_decodes_plainly(profile):
     output = generate(Auto(drafters("expensive", "other"), profile, tree=TREE, trial_rounds=16))
     choice = output.choice
