@@ -48,7 +48,8 @@ def of(cell: grid.Cell, on_gpu: bool, chooses: bool) -> Estimate:
     for part in cell.drafts:
         drafter = spec.from_spec(part, load)
         if isinstance(drafter, TARGET_DRAFTERS | SmallModel):
-            draft, shared = make_draft(drafter, target, cell.dtype), part.name == "self"
+            draft = make_draft(drafter, target, cell.dtype)
+            shared = isinstance(drafter, TARGET_DRAFTERS)
             num_bytes += draft.memory(one, cell.batch, slots, shared=shared)
     return Estimate(num_bytes / 1e9, _seconds(cell, target, on_gpu, chooses))
 

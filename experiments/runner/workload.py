@@ -340,11 +340,9 @@ def _view(cell: Cell) -> dict[str, int] | None:
     if cell.target_kv_dtype:
         return None
     cheaper = any(cell.options.get(name) for name in ("weights", "layers", "draft_vocab"))
-    if cell.draft not in ("self", "small") or cheaper:
+    if cell.draft not in ("self", "full", "small") or cheaper:
         return None
     drafter, _ = make_drafter(cell)
-    if isinstance(drafter, magicjax.PageRetrieval):
-        return None
     sparse = getattr(drafter, "sparse", None)
     if sparse is None:
         return {}

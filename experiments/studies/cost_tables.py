@@ -42,7 +42,7 @@ TIE = 0.03  # published speedups within this share of the best are ties
 # Of a summary. The starts of methods that it predicts, and words of those that it does not.
 COLUMNS = {"status", "target", "target_weights", "target_kv_dtype", "activations", "offload"}
 COLUMNS |= {"dtype", "batch", "context", "method", "tau", "speedup", "nodes", "gamma"}
-MODELLED = "self:", "prompt-lookup"
+MODELLED = "self:", "quest:", "full", "prompt-lookup"
 NOT_MODELLED = " + ", " -> ", "refresh_every", "dynamic:"
 
 CLAIM_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)

@@ -9,7 +9,6 @@ import magicjax
 from magicjax.cli import options
 from magicjax.drafters import Drafter
 from magicjax.drafters.spec import (
-    BY_POLICY,
     DRAFTER_SYNTAX,
     DRAFTERS,
     GROUP,
@@ -152,8 +151,7 @@ def default_drafter(arguments: argparse.Namespace) -> str:
 def drafters_help() -> str:
     """Returns the drafters and their options, for the end of a command's help."""
     lines = ["drafters, written NAME:VALUE:OPTION=VALUE, and their options:"]
-    by_policy = {":".join(words): kind for words, kind in BY_POLICY.items()}
-    for name, kind in (DRAFTERS | by_policy).items():
+    for name, kind in DRAFTERS.items():
         path = ":PATH" if has_model(kind) else ""
         lines += [name + path, as_help(options_of(kind).values())]
     others = ", ".join(installed(GROUP)) or "none"

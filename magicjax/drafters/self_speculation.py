@@ -21,7 +21,6 @@ from magicjax.drafters.sparse import (
     SparseSettings,
     check_budget,
     check_refresh,
-    find_policy,
 )
 from magicjax.drafters.target_drafter import LAYERS_HELP, WEIGHTS_HELP, TargetDrafter
 from magicjax.kv_cache.full_cache import elements
@@ -29,7 +28,7 @@ from magicjax.kv_cache.model_stats import ModelStats, RecentQueries, update_from
 from magicjax.kv_cache.sparse_cache import DraftCache, append_ring, repin
 from magicjax.model import Model, softcap_of
 from magicjax.options import option
-from magicjax.policies import Policy, StreamingLLM
+from magicjax.policies import Policy, StreamingLLM, get_policy
 from magicjax.settings import Settings, StatsSpec
 from magicjax.trees.proposal import DrawMethod
 from magicjax.trees.token_tree import Tree
@@ -100,7 +99,7 @@ class SelfSpeculation(TargetDrafter):
 
     def __post_init__(self):
         super().__post_init__()
-        object.__setattr__(self, "policy", find_policy(self.policy))
+        object.__setattr__(self, "policy", get_policy(self.policy))
         check_budget(self.budget)
         self._check_refresh()
 

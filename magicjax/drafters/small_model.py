@@ -28,7 +28,6 @@ from magicjax.drafters.sparse import (
     KVDtype,
     SparseSettings,
     check_budget,
-    find_policy,
 )
 from magicjax.kv_cache import full_cache
 from magicjax.kv_cache.full_cache import KVCache
@@ -36,7 +35,7 @@ from magicjax.kv_cache.prefill import prefill_cache
 from magicjax.kv_cache.sparse_cache import DraftCache, append_ring
 from magicjax.model import Model
 from magicjax.options import option
-from magicjax.policies import Policy, StreamingLLM
+from magicjax.policies import Policy, StreamingLLM, get_policy
 from magicjax.settings import Settings, StatsSpec
 from magicjax.trees.proposal import DrawMethod, Proposal
 from magicjax.trees.token_tree import Tree
@@ -130,7 +129,7 @@ class SmallModel(Drafter):
         if self.policy == FULL:
             self._check_full()
         else:
-            object.__setattr__(self, "policy", find_policy(self.policy))
+            object.__setattr__(self, "policy", get_policy(self.policy))
             budget = BUDGET if self.budget is None else self.budget
             check_budget(budget)
             object.__setattr__(self, "budget", budget)

@@ -10,14 +10,12 @@ from magicjax.kv_cache.full_cache import KVCache, elements
 from magicjax.kv_cache.model_stats import ModelStats, newest
 from magicjax.kv_cache.sparse_cache import DraftCache, Pins, gather, window_slots
 from magicjax.model import Model
-from magicjax.policies import Evidence, Policy, StreamingLLM, choose, get_policy
+from magicjax.policies import Evidence, Policy, StreamingLLM, choose
 from magicjax.settings import StatsSpec
 
 KVDtype = Literal["int8", "int4"]
 KV_DTYPES = model.KV_DTYPES | {"int4": 4}
 BUDGET = 256  # the default
-
-OTHER_DRAFTERS = {"full": "magicjax.FullCacheSpeculation", "quest": "magicjax.PageRetrieval"}
 
 # Help of the options that drafters with a cache share.
 POLICY_HELP = "which entries of the cache are pinned"
@@ -27,21 +25,6 @@ DRAW_HELP = (
     "how children are drawn under sampling; default: without_replacement, or top (the most likely) "
     "in a dynamic tree"
 )
-
-
-def find_policy(policy: Policy | str) -> Policy:
-    """Returns the policy of a name, or the policy itself.
-
-    Raises:
-      ValueError: an unknown policy, or a name that stands for another drafter.
-      TypeError: neither a name nor a `Policy`.
-    """
-    if isinstance(policy, str) and policy in OTHER_DRAFTERS:
-        raise ValueError(
-            f"policy={policy!r} pins no entries: use {OTHER_DRAFTERS[policy]} (in texts "
-            f"self:{policy}), or another policy"
-        )
-    return get_policy(policy)
 
 
 def check_budget(budget: int) -> None:
@@ -215,5 +198,5 @@ def check_context(model: Model, budget: int) -> None:
     if longest is not None and budget > longest:
         raise ValueError(
             f"budget={budget} is larger than the context of the model, {longest} tokens: "
-            "use a smaller budget, or the full cache ('full' instead of a policy)"
+            "use a smaller budget, or a full cache (the drafter full, or small:PATH:full)"
         )

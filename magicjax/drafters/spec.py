@@ -3,11 +3,10 @@
     NAME[:PATH][:VALUE ...][:OPTION=VALUE ...]
 
 PATH is the model of a drafter that has one. Values without a name are those of the positional
-options, in order. An option may also be one of the policy's: self:streaming:256:sinks=4. With
-"quest" and "full" in place of its policy, self is another drafter: self:quest:512 is
-`PageRetrieval`, self:full:weights=int8 is `FullCacheSpeculation`. Drafters and policies of other
-files are import paths: self:my_file.MyPolicy:256. Several drafters joined by " + " are an ensemble.
-A drafter or an ensemble, " -> " and a drafter that runs the target are a cascade.
+options, in order. An option may also be one of the policy's: self:streaming:256:sinks=4. Drafters
+and policies of other files are import paths: self:my_file.MyPolicy:256. Several drafters joined by
+" + " are an ensemble. A drafter or an ensemble, " -> " and a drafter that runs the target are a
+cascade.
 """
 
 import dataclasses
@@ -27,31 +26,27 @@ from magicjax.drafters.page_retrieval import PageRetrieval
 from magicjax.drafters.prompt_lookup import PromptLookup
 from magicjax.drafters.self_speculation import SelfSpeculation
 from magicjax.drafters.small_model import FULL, SmallModel
-from magicjax.drafters.sparse import find_policy
 from magicjax.drafters.suffix_lookup import SuffixLookup
 from magicjax.options import Option
 from magicjax.policies import Policy
-from magicjax.policies.registry import policy_name
+from magicjax.policies.registry import get_policy, policy_name
 from magicjax.suggest import did_you_mean
 from magicjax.trees.token_tree import Tree, parse_tree
 
 DRAFTERS: dict[str, type[Drafter]] = {
     "self": SelfSpeculation,
+    "quest": PageRetrieval,
+    "full": FullCacheSpeculation,
     "small": SmallModel,
     "eagle": Eagle,
     "prompt-lookup": PromptLookup,
     "suffix": SuffixLookup,
 }
-# Drafters of a name and what is written in place of its policy.
-BY_POLICY: dict[tuple[str, str], type[Drafter]] = {
-    ("self", "quest"): PageRetrieval,
-    ("self", FULL): FullCacheSpeculation,
-}
 GROUP = "magicjax.drafters"  # of entry points
 LOAD_OPTIONS = ("weights", "draft_vocab")  # options with which a drafter's model is loaded
 DRAFTER_SYNTAX = (
-    "self:streaming:256 (policy and budget), self:quest:512 (pages of the target's cache), "
-    "self:full:weights=int8 (a quantized copy), self:full:layers=0-9,20-29 (some of its layers), "
+    "self:streaming:256 (policy and budget), quest:512 (pages of the target's cache), "
+    "full:weights=int8 (a quantized copy), full:layers=0-9,20-29 (some of its layers), "
     "small:PATH (a model directory, GGUF file or preset), small:PATH:streaming:256, eagle:PATH (an "
     "EAGLE-3 head), prompt-lookup:4 (how many of the newest tokens to look for), suffix:8 (the "
     "same, also in other texts), the name of an "
@@ -101,9 +96,6 @@ def get_drafter(name: str) -> type[Drafter]:
 
 def drafter_name(kind: type[Drafter]) -> str:
     """Returns the name of a class of drafters; its import path if it is not registered."""
-    for name_and_policy, each in BY_POLICY.items():
-        if each is kind:
-            return ":".join(name_and_policy)
     return plugins.name_of(kind, DRAFTERS, GROUP)
 
 
@@ -115,7 +107,7 @@ class Spec:
       name: of the drafter; the same for all policies.
       path: of its model, "" if it has none.
       values: options of the name that the text sets.
-      policy_values: options of its policy, or of the drafter of `BY_POLICY`, that the text sets.
+      policy_values: options of its policy that the text sets.
     """
 
     name: str
@@ -275,16 +267,16 @@ def _policy_options(name: str, policy: str | None, of_path: str) -> dict[str, Op
     declared = options.options_of(get_drafter(name))
     if "policy" not in declared or Policy not in typing.get_args(declared["policy"].annotation):
         return {}
-    policy = policy or declared["policy"].default
-    if kind := BY_POLICY.get((name, policy)):
-        own = options.options_of(kind)
-        return {n: own[n]._replace(owner=policy) for n in own if n not in declared}
-    if policy == FULL:
+    default = declared["policy"].default
+    policy = policy or default
+    if policy == default == FULL:
         return {}
     try:
-        found = find_policy(policy)
+        found = get_policy(policy)
     except ValueError as error:
-        hint = f" (a directory of that name needs {of_path}:full)" if of_path else ""
+        hint = f"; write {policy} instead of {name}:{policy}" if policy in DRAFTERS else ""
+        if of_path:
+            hint = f" (a directory of that name needs {of_path}:full)"
         raise ValueError(f"{error}{hint}") from error
     return options.fields_of(type(found), policy_name(found))
 
@@ -313,32 +305,14 @@ def from_spec(spec: Spec, load: Callable[..., Any]) -> Drafter:
     """Returns the drafter of parsed text; see `make_drafter`."""
     kind: Any = get_drafter(spec.name)
     values = dict(spec.values)
-    policy = values.get("policy", "")
-    if by_policy := BY_POLICY.get((spec.name, policy)):
-        return _of_policy(by_policy, policy, values | dict(spec.policy_values))
     if spec.policy_values:
         default = options.options_of(kind)["policy"].default
-        found: Any = find_policy(policy or default)
+        found: Any = get_policy(values.get("policy", default))
         values["policy"] = dataclasses.replace(found, **spec.policy_values)
     if not spec.path:
         return kind(**values)
     of_model = {name: values[name] for name in LOAD_OPTIONS if values.get(name) is not None}
     return kind(load(spec.path, **of_model), **values)
-
-
-def _of_policy(kind: Any, policy: str, values: dict[str, Any]) -> Drafter:
-    """Returns the drafter of `BY_POLICY`.
-
-    Raises:
-      ValueError: an option that only drafters with a sparse cache have.
-    """
-    del values["policy"]
-    for name in values.keys() - options.options_of(kind):
-        raise ValueError(
-            f"{name}={values[name]!r}: with policy {policy!r} the draft reads the target's own "
-            f"cache; use another policy, or omit {name}"
-        )
-    return kind(**values)
 
 
 def text_of(drafter: Drafter) -> str:
@@ -355,8 +329,6 @@ def text_of(drafter: Drafter) -> str:
     if has_model(kind):
         parts.append(drafter.model.name)  # type: ignore[attr-defined]
     declared, values = options.options_of(kind), values_of(drafter)
-    if "policy" not in declared:
-        values.pop("policy", None)  # a part of the name
     for each in declared.values():
         if each.positional:
             if values[each.name] is None:
@@ -372,15 +344,9 @@ def text_of(drafter: Drafter) -> str:
 def values_of(drafter: Drafter) -> dict[str, Any]:
     """Returns the options of a drafter with their values, and the policy's that are not defaults.
 
-    The policy is its name, or what stands in its place. Ensembles and cascades have no options.
+    The policy is its name. Ensembles and cascades have no options.
     """
-    declared = options.options_of(type(drafter))
-    values = {name: getattr(drafter, name) for name in declared}
-    for (name, policy), kind in BY_POLICY.items():
-        if kind is type(drafter):
-            shared = options.options_of(DRAFTERS[name])
-            own = {n: v for n, v in values.items() if n in shared or v != declared[n].default}
-            return {"policy": policy} | own
+    values = {name: getattr(drafter, name) for name in options.options_of(type(drafter))}
     of_drafter = values.get("policy")
     if not isinstance(of_drafter, Policy):
         return values

@@ -36,11 +36,11 @@ def test_a_grid_is_a_product_with_plain_decoding_first_in_each_group():
 
 
 def test_the_weights_of_drafts_are_in_their_names_and_have_no_agreement():
-    drafts = {"drafter": ["self:full", "small:somewhere/draft-1"], "weights": ["", "int4:32"]}
+    drafts = {"drafter": ["full", "small:somewhere/draft-1"], "weights": ["", "int4:32"]}
     (group,) = grid.groups(fields.checked(config.Experiment, {"methods": [drafts]}, "test"))
     assert [cell.method for cell in group[1:]] == [
-        "self:full, chain:4",
-        "self:full:weights=int4:32, chain:4",
+        "full, chain:4",
+        "full:weights=int4:32, chain:4",
         "small:draft-1:full, chain:4",
         "small:draft-1:full:weights=int4:32, chain:4",
     ]
@@ -160,7 +160,7 @@ def test_policies_budgets_refreshes_and_dtypes_make_a_cell_of_each_combination()
     cells = cells_of(
         {"drafter": "self", "policy": ["h2o", "snapkv"], "budget": 64, "refresh_every": [None, 4]},
         {"drafter": "self", "policy": ["knorm", "tova"], "kv_dtype": ["", "int8"], "recent": 9},
-        {"drafter": "self", "policy": "full", "layers": ["", "0-3,9"], "tree": "chain:3"},
+        {"drafter": "full", "layers": ["", "0-3,9"], "tree": "chain:3"},
         {"drafter": "small:zoo/draft-1", "policy": ["streaming", "knorm", "full"]},
         {"drafter": "small:draft-1:streaming", "sink_positions": "in_cache"},
         {"drafter": "self:snapkv:refresh_every=4", "kv_dtype": "int4"},
@@ -174,8 +174,8 @@ def test_policies_budgets_refreshes_and_dtypes_make_a_cell_of_each_combination()
         "self:knorm:256:kv_dtype=int8:recent=9, chain:4",
         "self:tova:256:recent=9, chain:4",
         "self:tova:256:kv_dtype=int8:recent=9, chain:4",
-        "self:full, chain:3",
-        "self:full:layers=0-3,9, chain:3",
+        "full, chain:3",
+        "full:layers=0-3,9, chain:3",
         "small:draft-1:streaming:256, chain:4",
         "small:draft-1:knorm:256, chain:4",
         "small:draft-1:full, chain:4",
@@ -197,7 +197,7 @@ def test_a_cell_makes_the_drafter_of_its_settings():
     assert made(drafter="self", budget=64, sinks=4, refresh_every="", kv_dtype="") == (
         magicjax.SelfSpeculation(magicjax.StreamingLLM(sinks=4), 64)
     )
-    assert made(drafter="self", policy="full") == magicjax.FullCacheSpeculation()
+    assert made(drafter="full") == magicjax.FullCacheSpeculation()
     assert made(drafter="small:d") == magicjax.SmallModel(draft)
     policy = policies.TOVA(recent=8)
     assert made(drafter="small:d", policy="tova", recent=8, kv_dtype="int4") == (

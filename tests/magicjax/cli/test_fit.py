@@ -81,7 +81,7 @@ def test_the_format_of_a_quantized_checkpoint_is_reported(command, weights, form
     where = ("--target", "tests/models/golden_quantized/int4", "--batch", 1, "--context", 32)
     own = ("--max-tokens", 8, "--analytic")
     if command == "plan":
-        own = ("--acceptance", 0.5, "--drafter", "self:full")
+        own = ("--acceptance", 0.5, "--drafter", "full")
     arguments = (command, *where, "--device", "h100", *own, *weights)
     _, out, err = run(*arguments)
     assert not err

@@ -20,7 +20,7 @@ from tests.quick import quick
 LOAD = aot_compile.Workload("llama-2-7b-32k", "", "", 8, 2048, "h100", max_tokens=64)
 WORKLOADS = {
     "layers": {"drafter": "self:streaming:256:layers=0-7,24-31"},
-    "pages": {"drafter": "self:quest:256"},
+    "pages": {"drafter": "quest:256"},
     "small, sharded": {
         "drafter": "small:llama-68m:streaming:256:sink_positions=in_cache",
         "model": 4,

@@ -304,8 +304,8 @@ def test_what_cannot_be_a_cascade_is_an_error_before_anything_is_compiled(what):
     ("drafter", "tree", "first_tree", "own"),
     [
         ("prompt-lookup:3 -> self:streaming:64", "chain:2 -> chain:4", CHAIN(2), CHAIN(4)),
-        ("prompt-lookup:3 -> self:full", "expansion:2,1->chain:3", "expansion:2,1", CHAIN(3)),
-        ("prompt-lookup:3 -> self:full", "dynamic:6,3,2", None, magicjax.DynamicTree(6, 3, 2)),
+        ("prompt-lookup:3 -> full", "expansion:2,1->chain:3", "expansion:2,1", CHAIN(3)),
+        ("prompt-lookup:3 -> full", "dynamic:6,3,2", None, magicjax.DynamicTree(6, 3, 2)),
     ],
 )
 def test_the_text_of_trees_is_one_or_that_of_both_drafters(drafter, tree, first_tree, own):

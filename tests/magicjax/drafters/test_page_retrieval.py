@@ -76,7 +76,7 @@ def test_a_round_without_a_draft_leaves_the_choice_to_the_next_one():
 def test_no_more_pages_are_chosen_than_the_cache_has():
     for slots, chosen in ((64, 1), (448, 19), (512, 23), (1024, 23)):
         cache = full_cache.empty(tiny.model(), 2, slots)
-        state = magicjax.PageRetrieval(512).prefill(None, None, cache, None, None)
+        state = magicjax.PageRetrieval(512).prefill(tiny.model(), None, cache, None, None)
         assert {pages.shape[2] for pages in state.pages} == {chosen}
 
 
@@ -94,7 +94,6 @@ def test_defaults_and_bytes():
 REFUSED = {
     "page_size": (lambda: drafter(page_size=24), "page_size=24: it must divide 64"),
     "no page_size": (lambda: drafter(page_size=0), "page_size=0: it must divide 64"),
-    "kv_dtype": (lambda: make_drafter("self:quest:kv_dtype=int8", None), "own cache"),
     "recent below 1": (lambda: drafter(recent=0), "recent=0: use at least 1"),
     "weights": (lambda: drafter(weights="int3"), "int3"),
     "every": (lambda: drafter(every=0), "refresh_every=0: it must be at least 1"),
@@ -129,6 +128,6 @@ def test_wrong_settings_are_refused_before_anything_is_compiled(what):
 
 
 def test_the_text_of_a_drafter_has_the_page_size():
-    made = make_drafter("self:quest:512:page_size=32:refresh_every=4", None)
+    made = make_drafter("quest:512:page_size=32:refresh_every=4", None)
     assert made == magicjax.PageRetrieval(512, refresh_every=4, page_size=32)
-    assert text_of(made) == "self:quest:512:refresh_every=4:page_size=32"
+    assert text_of(made) == "quest:512:refresh_every=4:page_size=32"
