@@ -187,8 +187,8 @@ def publish(whole: Grid, console: Console) -> list[dict[str, Any]]:
 
 def _report(whole: Grid, console: Console, rows: list[dict[str, Any]]) -> None:
     """Writes and prints the results."""
-    store.write_summary(whole.directory, rows, columns.names_of(rows))
     results = results_folder.read(whole.directory, [row["key"] for row in rows])
+    store.write_summary(whole.directory, results.rows, columns.names_of(results.rows))
     page.write(results, len(whole.cells) - len(rows))
     rows = answer.with_intervals(results.cells)
     for sentence in answer.sentences(rows):

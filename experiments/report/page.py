@@ -89,8 +89,9 @@ for (const th of document.querySelectorAll(".sortable th")) th.onclick = () => {
 def _page(results: Results, rows: Rows, to_do: int = 0) -> str:
     """Returns the HTML of the page; `to_do` as in `write`."""
     title = html.escape(results.directory.name)
-    finished = sum(row["status"] == "ok" for row in rows)
-    count = f"{finished} of {len(rows) + to_do} cells have a result."
+    cells = [cell for cell in results.cells if cell.folder]
+    finished = sum(cell.row["status"] == "ok" for cell in cells)
+    count = f"{finished} of {len(cells) + to_do} cells have a result."
     first, *others = (html.escape(text, quote=False) for text in (*answer.sentences(rows), count))
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">'

@@ -3,12 +3,15 @@
 import dataclasses
 import json
 import pathlib
+import statistics
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from jaxtyping import Float
 
+from experiments.report import labels
 from experiments.schema import grid, store
 from experiments.schema.columns import COLUMNS
 from experiments.schema.fields import ConfigError
@@ -16,26 +19,24 @@ from experiments.schema.fields import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class CellResult:
-    """The content of a cell's folder.
+    """The content of a cell's folder, or a row of plain decoding beside the cells of a group.
 
     Attributes:
-      folder: the folder, whose name is the cell's key.
+      folder: the folder, whose name is the cell's key; None: of plain decoding.
       row: its line of the summary; for a failed cell with status and error.
-      env: device, versions and code; empty if the process died.
-      metrics: acceptance by depth, single runs, phases; empty for a failed cell.
+      env: device, versions and code; empty if the process died, and of plain decoding.
+      metrics: acceptance by depth, single runs, phases; empty for a failed cell, and of plain
+        decoding.
     """
 
-    folder: pathlib.Path
+    folder: pathlib.Path | None
     row: dict[str, Any]
     env: dict[str, Any]
     metrics: dict[str, Any]
 
-    @property
-    def key(self) -> str:
-        return self.folder.name
-
     def requests(self) -> list[dict[str, Any]]:
         """Returns the line of each request."""
+        assert self.folder is not None
         lines = (self.folder / "requests.jsonl").read_text("utf-8").splitlines()
         return [json.loads(line) for line in lines]
 
@@ -60,7 +61,8 @@ class Results:
     Attributes:
       directory: the folder.
       experiment: the content of `experiment.yaml`.
-      cells: cells with a result or a failure, first those of the summary in its order.
+      cells: cells with a result or a failure, first those of the summary in its order; the first of
+        a group is a row of plain decoding, with the medians of its runs beside the methods.
     """
 
     directory: pathlib.Path
@@ -111,4 +113,27 @@ def read(directory: pathlib.Path, keys: list[str] | None = None) -> Results:
             cells.append(CellResult(folder, row, *parts))
     if not cells:
         raise ConfigError(f"{directory} has no finished cell: run the launcher first")
-    return Results(directory, experiment, cells)
+    return Results(directory, experiment, _with_plain(cells))
+
+
+def _with_plain(cells: Sequence[CellResult]) -> list[CellResult]:
+    """Returns the cells by group, plain decoding first."""
+    groups: dict[tuple, list[CellResult]] = {}
+    for cell in cells:
+        groups.setdefault(labels.shape(cell.row), []).append(cell)
+    found: list[CellResult] = []
+    for group in groups.values():
+        measured = [cell.metrics for cell in group if cell.metrics and cell.row["draft"] != "none"]
+        if measured:
+            row = _medians([metrics["plain_row"] for metrics in measured])
+            found.append(CellResult(None, row, {}, {}))
+        found += group
+    return found
+
+
+def _medians(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the first row with the medians of all rows in its floats."""
+    return {
+        name: statistics.median(row[name] for row in rows) if isinstance(value, float) else value
+        for name, value in rows[0].items()
+    }

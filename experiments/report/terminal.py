@@ -16,7 +16,7 @@ from experiments.report.labels import (
 
 LEGEND = (
     "speedup: over plain tok/s, that of plain decoding in the cell's own process, with interleaved "
-    "runs (a plain row has its own process, so its tok/s may differ), with a 95 % interval;",
+    "runs (a plain row has the medians of these runs over the methods), with a 95 % interval;",
     "τ: tokens emitted per target pass and row; accepted: accepted tokens / (depth × rounds); "
     "exact: rows equal to plain decoding, ties included; ties: rows that differ at a tie;",
     "agree: how often draft and target predict the same token on the second half of the prompts "

@@ -45,39 +45,49 @@ def measure(
     outputs: dict[Cell, list] = {plain: [], cell: []}  # one entry if the cell is plain decoding
     read_gbs = bandwidth.read_bandwidth() / 1e9 if cell.repeats else None
     prefill_compile_s, shared = 0.0, None
-    for number, rows in enumerate(bench.batches(cell)):
+    for number, prompt_rows in enumerate(bench.batches(cell)):
         shared = None  # frees the caches of the last batch
         of_batch = {each: _with_own_seed(each, number) for each in outputs}
-        shared = bench.runs(list(of_batch.values()), rows)
+        shared = bench.runs(list(of_batch.values()), prompt_rows)
         prefill_compile_s += shared.compile_s
         parts: dict[Cell, list] = {each: [] for each in outputs}
         for repeat in range(cell.repeats + 1):
             for each in outputs:
                 parts[each].append(shared.run(of_batch[each]))
                 print(f"{each.label}: {f'run {repeat}' if repeat else 'compiled'}", flush=True)
-        for each, runs in parts.items():
-            outputs[each].append(runs)
+        for each, of_cell in parts.items():
+            outputs[each].append(of_cell)
     assert shared is not None  # a cell has at least one batch
-    # Of each repeat, the run over all batches, and the time per output token of every request.
-    repeats, plain_repeats = (list(zip(*outputs[each], strict=True)) for each in (cell, plain))
-    runs, plain_runs = ([merge(run) for run in both] for both in (repeats, plain_repeats))
-    latencies = [np.concatenate([_tpot(run) for run in repeat]) for repeat in repeats[1:]]
-    if any(run.stats.compile_s for run in runs[1:] + plain_runs[1:]):
+    # Of each repeat, the run over all batches.
+    repeats = {each: list(zip(*batches, strict=True)) for each, batches in outputs.items()}
+    runs = {each: [merge(run) for run in found] for each, found in repeats.items()}
+    if any(run.stats.compile_s for found in runs.values() for run in found[1:]):
         raise RuntimeError(f"{cell.label}: a timed run compiled, so its time is invalid")
-    match = _match(bench, cell, runs, plain_runs)
-    requests = _requests(bench, cell, runs, match, latencies)
+    rows: dict[Cell, dict[str, Any]] = {}
+    for each, found in runs.items():  # the cell's are the last
+        match = _match(bench, each, found, runs[plain])
+        # The time per output token of every request.
+        timed = repeats[each][1:]
+        latencies = [np.concatenate([_tpot(run) for run in batches]) for batches in timed]
+        requests = _requests(bench, each, found, match, latencies)
+        row: dict[str, Any] = {"device": device_name(), "status": "ok", "error": ""}
+        if read_gbs:
+            row |= _times(bench, each, found[1:], runs[plain][1:], latencies, read_gbs)
+        row |= _acceptance(bench, each, found[0], requests) | exactness.columns(match)
+        row["noise_match"] = _equal_rows(runs[plain])
+        row |= _resources(found, prefill_compile_s + bench.choosing_s)
+        rows[each] = complete(columns(each), row)
     seconds, phases_error = _phases(shared, of_batch[cell], folder) if cell.repeats else ({}, "")
-    times = _times(bench, cell, runs[1:], plain_runs[1:], latencies, read_gbs) if read_gbs else {}
-    row = {"device": device_name(), "status": "ok", "error": ""} | times
-    row |= _acceptance(bench, cell, runs[0], requests) | exactness.columns(match)
-    row["noise_match"] = _equal_rows(plain_runs)
-    row |= {f"{name}_s": s for name, s in seconds.items()} | {"phases_error": phases_error}
-    row |= _resources(runs, prefill_compile_s + bench.choosing_s)
-    stats = runs[0].stats
+    rows[cell] |= {f"{name}_s": s for name, s in seconds.items()} | {"phases_error": phases_error}
+    rows[cell]["memory_mb"] = peak_memory() / 1e6
+    stats = runs[cell][0].stats
     metrics = {
-        "row": complete(columns(cell), row),
-        "runs": [_run(*pair) for pair in zip(runs[1:], repeats[1:], strict=True)],
-        "plain_runs": [_run(*pair) for pair in zip(plain_runs[1:], plain_repeats[1:], strict=True)],
+        "row": rows[cell],
+        "plain_row": rows[plain],
+        **{
+            name: [_run(*pair) for pair in zip(runs[each][1:], repeats[each][1:], strict=True)]
+            for name, each in (("runs", cell), ("plain_runs", plain))
+        },
         "histogram": list(stats.histogram),
         "acceptance_by_depth": list(stats.acceptance_by_depth),
         "acceptance_if_reached": list(stats.acceptance_if_reached),
@@ -136,7 +146,6 @@ def _resources(runs: Sequence[Any], other_compile_s: float) -> dict[str, Any]:
         "compile_s": sum(run.stats.compile_s for run in runs) + other_compile_s,
         "kv_mb_target": stats.kv_bytes_target / 1e6,
         "kv_mb_draft": stats.kv_bytes_draft / 1e6,
-        "memory_mb": peak_memory() / 1e6,
         "attention_backend": stats.attention_backend,
     }
 

@@ -139,7 +139,7 @@ class Experiment(Strict):
     context: Positive = setting(2048)
     """Tokens of each prompt."""
     methods: list[Method] = Field([], examples=["[{drafter: self:streaming:256}]"])
-    """Methods to compare; plain decoding is always measured as well."""
+    """Methods to compare, each beside plain decoding; []: plain decoding alone."""
     new_tokens: Annotated[int, Field(ge=8)] = setting(128)
     """Tokens generated for each row, at least 8: repetition is measured on 8-grams."""
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = setting(0.0)

@@ -1,7 +1,7 @@
 """The cells of an experiment: their settings, arguments of `generate`, columns, and keys.
 
-Cells that differ only in the method form a group: they share prompts, and plain decoding comes
-first.
+Cells that differ only in the method form a group: they share prompts. Plain decoding runs beside
+every method, and has cells of its own only in an experiment without methods.
 """
 
 import dataclasses
@@ -160,7 +160,7 @@ class Cell(_Settings):
 
 
 def groups(experiment: Experiment) -> list[list[Cell]]:
-    """Returns the cells, one group for each combination of the axes, plain decoding first.
+    """Returns the cells, one group for each combination of the axes.
 
     Raises:
       ConfigError: wrong axes, duplicate cells, or an `exclude` that names an unknown setting,
@@ -281,7 +281,7 @@ def _group(experiment: Experiment) -> list[Cell]:
         settings |= {"batch": experiment.slots, "candidates": 1}
         settings |= {"agreement_tokens": 0, "phases": False}
     plain = Cell(**settings, **PLAIN)
-    cells = [plain]
+    cells = [] if experiment.methods else [plain]
     for described in experiment.methods:
         for fields in described.cells(sampled):
             cell = dataclasses.replace(plain, **fields)

@@ -1,11 +1,12 @@
 """Results on disk; every file is complete or absent.
 
     results/NAME/experiment.yaml        the experiment, and the format of the folder
-                 summary.csv            one line per cell
+                 summary.csv            one line per cell, and of plain decoding for each group
                  cells/KEY/config.yaml  the resolved settings of the cell; KEY is their hash
                            env.json     device, versions, code: what else the result depends on
                            requests.jsonl   one line per row: tokens, acceptance, answer
-                           metrics.json     the line of the summary, single runs; written last
+                           metrics.json     the line of the summary, that of plain decoding,
+                                            single runs; written last
                            failure.json     instead of these two: why there is no result
                            worker.log       output of the cell's process
 
@@ -27,7 +28,7 @@ import yaml
 from experiments.schema.fields import ConfigError
 from magicjax.files import write_atomically
 
-FORMAT = 8  # of a folder of results
+FORMAT = 9  # of a folder of results
 METRICS, FAILURE = "metrics.json", "failure.json"
 
 

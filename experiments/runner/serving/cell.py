@@ -49,19 +49,22 @@ def measure(bench: Bench, cell: Cell) -> tuple[dict[str, Any], list[dict[str, An
             print(f"{each.label}: run {repeat + 1}", flush=True)
     if program_cache.totals() != compiled:
         raise RuntimeError(f"{cell.label}: a timed run compiled, so its time is invalid")
-    runs, plain_runs = served[cell], served[plain]
-    match = _match(bench, cell, workload, runs, plain_runs[0])
+    rows: dict[Cell, dict[str, Any]] = {}
+    for each, runs in served.items():  # the cell's are the last
+        match = _match(bench, each, workload, runs, served[plain][0])
+        row: dict[str, Any] = {"device": device_name(), "status": "ok", "error": ""}
+        row |= _times(each, runs, served[plain]) if cell.repeats else {}
+        row |= _acceptance(each, runs) | exactness.columns(match)
+        rows[each] = complete(columns(each), row)
     rounds = runs[0].rounds_by_arm
-    row: dict[str, Any] = {"device": device_name(), "status": "ok", "error": ""}
-    row |= _times(cell, runs, plain_runs) if cell.repeats else {}
-    row |= _acceptance(cell, runs) | exactness.columns(match)
     if cell.adaptive:
-        row["rounds_by_arm"] = ", ".join(f"{n} {arm}" for arm, n in rounds.items())
-    row |= {"compile_s": compiled[1], "memory_mb": peak_memory() / 1e6}
+        rows[cell]["rounds_by_arm"] = ", ".join(f"{n} {arm}" for arm, n in rounds.items())
+    rows[cell] |= {"compile_s": compiled[1], "memory_mb": peak_memory() / 1e6}
     metrics = {
-        "row": complete(columns(cell), row),
+        "row": rows[cell],
+        "plain_row": rows[plain],
         "runs": [*map(_run, runs)],
-        "plain_runs": [*map(_run, plain_runs)],
+        "plain_runs": [*map(_run, served[plain])],
         **_curves(cell, runs),
         "rounds_by_arm": {str(arm): n for arm, n in rounds.items()},
         "divergences": [str(d) for d in match.divergences] if match else [],

@@ -274,7 +274,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, or 2 if the settings are invalid."""
     try:
         options, experiment = _parse(arguments)
-        groups = grid.groups(experiment)
+        groups = [
+            [grid.plain_of(group[0]), *(cell for cell in group if not cell.is_plain)]
+            for group in grid.groups(experiment)
+        ]
         readers, hf = {}, None
         if any(has_float_weights(group[0]) for group in groups):
             hf = Peer(options.environments, "huggingface")

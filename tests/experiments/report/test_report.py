@@ -36,11 +36,11 @@ def fill(directory, batches=(1, 4), contexts=(64, 96), faster=1.0, failed=FAILED
             / 128
             * {64: 1.0, 256: 1.1}.get(cell.options.get("budget"), 1.25)
         )
-        speed = 1.0 if cell.draft == "none" else speed
         row = dict.fromkeys(COLUMNS) | grid.columns(cell)
         row |= dict.fromkeys(TIMES, 1.0) | {"status": "ok", "error": "", "tau": 2.0, "ties": 0}
         row |= {"speedup": speed}
         row |= {"decode_tok_s": 100 * speed, "exact_match": 1.0, "acceptance_rate": 0.5}
+        plain = row | grid.columns(grid.plain_of(cell)) | {"speedup": 1.0, "decode_tok_s": 100.0}
         row |= {f"{name}_s": 0.1 for name in ("draft", "score", "verify", "commit", "rest", "host")}
         both = {"runs": [{"decode_s": 1 / speed}] * 2, "plain_runs": [{"decode_s": 1.0}] * 2}
         curves = {"acceptance_by_depth": [0.7, 0.4], "acceptance_if_reached": [0.7, 0.6]}
@@ -59,7 +59,7 @@ def fill(directory, batches=(1, 4), contexts=(64, 96), faster=1.0, failed=FAILED
             }
             for i in range(cell.batch)
         ]
-        store.write_result(folder, env, {"row": row} | both | curves, requests)
+        store.write_result(folder, env, {"row": row, "plain_row": plain} | both | curves, requests)
     return directory
 
 
@@ -71,6 +71,17 @@ def test_the_terminal_notes_the_bandwidth_once_a_group_also_without_plain_rows(t
     assert sorted(line.partition(":")[0] for line in notes) == [
         f"batch {batch}, context {context}" for batch in (1, 4) for context in (64, 96)
     ]
+
+
+def test_the_row_of_plain_decoding_has_the_medians_of_its_runs_beside_the_methods(tmp_path):
+    folder = fill(tmp_path, batches=(1,), contexts=(64,), failed={})
+    cells = results_folder.read(folder).cells[1:]
+    for cell, rate in zip(cells, (200.0, 90.0, 120.0), strict=True):
+        plain = cell.metrics["plain_row"] | {"decode_tok_s": rate}
+        store.write_json(cell.folder / store.METRICS, cell.metrics | {"plain_row": plain})
+    plain, *methods = results_folder.read(folder).rows
+    assert (plain["method"], plain["decode_tok_s"], plain["ties"]) == ("plain", 120.0, 0)
+    assert [row["draft"] for row in methods] == ["self", "self", "small"]
 
 
 def page_of(folder):
@@ -86,7 +97,7 @@ def test_a_page_holds_the_table_three_charts_and_the_experiment(tmp_path):
     assert list(charts) == ["speedup", "rounds", "phases"]
     assert html.count('class="chart"') == 3 and html.count("<tr") == 1 + 16
     assert html.count('class="best"') == 2  # plain decoding wins at batch 1
-    assert "15 of 16 cells have a result" in html
+    assert "11 of 12 cells have a result" in html
     assert "out of memory: the process held 3 GB" in html
     assert "a machine" in html and "budget" in html and "mean acceptance length" in html
     assert "<title>mine: report</title>" in html and "<h1>mine</h1>" in html
@@ -99,9 +110,9 @@ def test_charts_hold_the_cells_with_a_result(tmp_path):
     assert {row["panel"] for row in values["speedup"]} == {"batch 1", "batch 4"}
     assert {row["context"] for row in values["speedup"]} == {64, 96}
     assert all(row["round"] == pytest.approx(2.0 / row["speedup"]) for row in values["rounds"])
-    assert len(values["phases"]) == 15 * 6
+    assert len(values["phases"]) == 11 * 6
     shares = [row["ms"] for row in values["phases"] if row["panel"] == "batch 4, context 64"]
-    assert shares == [pytest.approx(100.0)] * 4 * 6
+    assert shares == [pytest.approx(100.0)] * 3 * 6
 
 
 def test_methods_without_times_have_no_charts(tmp_path):
@@ -133,7 +144,7 @@ def test_the_page_opens_with_the_best_method_and_where_plain_decoding_wins(tmp_p
         f"Fastest: {found[4, 96].best['method']}, 3.30 [3.30, 3.30]× plain decoding (batch 4, "
         "context 96; 2 runs of 4 requests in 1 batch: few). All 26 texts equal plain decoding's. "
         "Plain decoding wins at batch 1, context 64; "
-        "batch 1, context 96. 15 of 18 cells have a result."
+        "batch 1, context 96. 11 of 14 cells have a result."
     )
 
 

@@ -56,8 +56,8 @@ def test_tasks_are_chosen_with_their_prompts(mine, tokenizer, monkeypatch):
         return SimpleNamespace(tokens=row[None], stats=stats)
 
     monkeypatch.setattr(mine, "run", run)
-    (plain, drafted) = cells(prompts="chat", context=600, requests=2, candidates=2)
-    for cell in (plain, drafted):
+    (drafted,) = cells(prompts="chat", context=600, requests=2, candidates=2)
+    for cell in (grid.plain_of(drafted), drafted):
         assert [task.source for task in mine.tasks(cell)] == [made[1].source, made[2].source]
         first, second = mine.batches(cell)
         np.testing.assert_array_equal(first, made[1].tokens[None])
@@ -101,8 +101,8 @@ def test_interleaved_runs_equal_separate_calls(context, sampling, monkeypatch):
     experiment = config.Experiment(
         methods=methods, batch=2, context=context, new_tokens=16, **sampling
     )
-    group = grid.groups(experiment)[0]
-    assert [cell.draft for cell in group] == ["none", "self"]
+    (cell,) = grid.groups(experiment)[0]
+    group = [grid.plain_of(cell), cell]
     separate = [bench.run(cell) for cell in group]
     prefills = []
     create = workload.PrefilledPrompts.create

@@ -105,14 +105,14 @@ def await_cells(results: pathlib.Path, count: int, both: list[subprocess.Popen])
 def test_a_killed_process_ends_the_run_and_the_next_run_resumes(launch, tmp_path, lost):
     results = tmp_path / "results"
     both = launch()
-    await_cells(results, 2, both)
+    await_cells(results, 1, both)
     both[lost].send_signal(signal.SIGKILL)
     begin = time.monotonic()
     _, output = both[1 - lost].communicate(timeout=60)
     assert time.monotonic() - begin < 60
     assert both[1 - lost].returncode, output
     kept = {path: path.stat().st_mtime_ns for path in finished(results)}
-    assert 2 <= len(kept) < 6
+    assert 1 <= len(kept) < 3
     assert not list(results.glob("two/cells/*/failure.json"))
 
     again = launch()
@@ -121,7 +121,7 @@ def test_a_killed_process_ends_the_run_and_the_next_run_resumes(launch, tmp_path
         assert process.returncode == 0, output
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
     summary = pd.read_csv(results / "two" / "summary.csv")
-    assert len(summary) == len(finished(results)) == 6
+    assert len(summary) == 2 * len(finished(results)) == 6  # half of them of plain decoding
     assert (summary.status == "ok").all() and (summary.exact_match == 1).all()
     for path in finished(results):
         assert json.loads((path.parent / "env.json").read_text())["devices"] == 8
@@ -137,15 +137,15 @@ def test_a_cell_that_fails_ends_the_run_and_the_next_run_resumes_after_it(launch
         assert str(rank) != fails or "ZeroDivisionError: on purpose" in output
     failures = list(results.glob("two/cells/*/failure.json"))
     assert len(failures) == ("0" in fails)  # otherwise the cell is still to do
-    assert len(finished(results)) == 3
+    assert len(finished(results)) == 1
     for process in launch():
         process.communicate(timeout=300)
         assert process.returncode == ("0" in fails)  # the failed cell is not tried again
-    assert len(finished(results)) == 6 - ("0" in fails)
+    assert len(finished(results)) == 3 - ("0" in fails)
     for process in launch("--retry-failed"):
         process.communicate(timeout=300)
         assert process.returncode == 0
-    assert len(pd.read_csv(results / "two" / "summary.csv")) == len(finished(results)) == 6
+    assert len(pd.read_csv(results / "two" / "summary.csv")) == 2 * len(finished(results)) == 6
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ def launch(path, *arguments):
 def computed(directory):
     """Returns the rows, tokens and histograms of the cells, without times."""
     with (directory / "summary.csv").open() as file:
-        rows = {row["key"]: row for row in csv.DictReader(file)}
+        rows = {row["key"]: row for row in csv.DictReader(file) if row["key"]}
     results = {}
     for key, row in rows.items():
         lines = (directory / "cells" / key / "requests.jsonl").read_text().splitlines()
@@ -79,7 +79,7 @@ def test_a_grid_killed_ten_times_ends_like_an_uninterrupted_one(zoo):
     path, unbroken = write(zoo, "killed", grid=axes), write(zoo, "unbroken", grid=axes)
     assert launch(unbroken).returncode == 0
     expected = computed(zoo / "results" / "unbroken")
-    assert len(expected) == 24
+    assert len(expected) == 12
     chance, finished, kills = random.Random(0), {}, 0
     directory = zoo / "results" / "killed"
     while kills < 10:
@@ -94,7 +94,7 @@ def test_a_grid_killed_ten_times_ends_like_an_uninterrupted_one(zoo):
         now = whole_files(directory)
         assert finished.items() <= now.items(), "a finished cell was lost or measured twice"
         finished = now
-        print(f"kill {kills}: {len(finished)} of 24 cells are finished")
+        print(f"kill {kills}: {len(finished)} of 12 cells are finished")
     assert launch(path).returncode == 0
     assert finished.items() <= whole_files(directory).items()
     assert not list(directory.rglob("*.partial"))
@@ -126,9 +126,9 @@ def test_a_crashed_cell_is_recorded_and_the_exit_status_is_1(zoo):
     assert done.returncode == 1
     with (zoo / "results" / "dying" / "summary.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [row["status"] for row in rows] == ["ok", "ok", "config", "ok", "crash", "config"]
-    assert rows[4]["error"] == "the process was killed by SIGSEGV"
-    assert "budget=8 is too small: its ring has 4" in rows[5]["error"]
+    assert [row["status"] for row in rows] == ["ok", "ok", "config", "crash", "config"]
+    assert rows[3]["error"] == "the process was killed by SIGSEGV"
+    assert "budget=8 is too small: its ring has 4" in rows[4]["error"]
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def test_workers_and_ray_give_the_local_summary(zoo):
     ]
     assert [worker.wait() for worker in workers] == [0, 0]
     measured = whole_files(zoo / "results" / "shared")
-    assert len(measured) == 4 and not (zoo / "results" / "shared" / "summary.csv").exists()
+    assert len(measured) == 2 and not (zoo / "results" / "shared" / "summary.csv").exists()
     assert launch(path).returncode == 0
     assert whole_files(zoo / "results" / "shared") == measured
     expected = computed(zoo / "results" / "here")

@@ -20,12 +20,11 @@ EXPERIMENT = fields.checked(
 )
 
 
-def test_a_grid_is_a_product_with_plain_decoding_first_in_each_group():
+def test_a_grid_is_a_product_with_a_group_for_each_combination_of_the_axes():
     groups = grid.groups(EXPERIMENT)
     assert [(g[0].batch, g[0].context) for g in groups] == [(1, 2048), (4, 2048), (4, 8192)]
     for group in groups:
         assert [cell.method for cell in group] == [
-            "plain",
             "self:streaming:128, chain:3",
             "self:streaming:128, chain:7",
             "self:streaming:256, chain:3",
@@ -38,13 +37,13 @@ def test_a_grid_is_a_product_with_plain_decoding_first_in_each_group():
 def test_the_weights_of_drafts_are_in_their_names_and_have_no_agreement():
     drafts = {"drafter": ["full", "small:somewhere/draft-1"], "weights": ["", "int4:32"]}
     (group,) = grid.groups(fields.checked(config.Experiment, {"methods": [drafts]}, "test"))
-    assert [cell.method for cell in group[1:]] == [
+    assert [cell.method for cell in group] == [
         "full, chain:4",
         "full:weights=int4:32, chain:4",
         "small:draft-1:full, chain:4",
         "small:draft-1:full:weights=int4:32, chain:4",
     ]
-    assert [workload._view(cell) for cell in group[1:]] == [{}, None, {}, None]
+    assert [workload._view(cell) for cell in group] == [{}, None, {}, None]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +95,7 @@ def test_a_key_has_the_names_of_models_and_files_not_their_folders():
             prompt_path=f"{folder}texts",
             methods=methods,
         )
-        return grid.groups(experiment)[0][1]
+        return grid.groups(experiment)[0][0]
 
     assert grid.key(cell("a/")) == grid.key(cell("../b/")) == grid.key(cell(""))
     assert grid.key(cell("a/")) != grid.key(cell("a/", "other"))
@@ -138,7 +137,6 @@ def test_a_sampled_grid_resolves_its_settings_and_asks_the_drafters_for_their_bo
     (cells,) = grid.groups(SAMPLED)
     members = "small:draft-1:full + small:draft-2:full + prompt-lookup:4"
     assert [(c.method, c.gamma, c.nodes, c.draw_methods) for c in cells] == [
-        ("plain", 0, 1, ""),
         ("self:streaming:256, chain:3", 3, 4, "without_replacement"),
         ("self:streaming:256, chain:3, naive", 3, 4, "without_replacement"),
         ("self:streaming:256, dynamic:16,6,4", 6, 16, "top"),
@@ -153,7 +151,7 @@ def test_a_sampled_grid_resolves_its_settings_and_asks_the_drafters_for_their_bo
 
 
 def cells_of(*methods):
-    return grid.groups(fields.checked(config.Experiment, {"methods": list(methods)}, "test"))[0][1:]
+    return grid.groups(fields.checked(config.Experiment, {"methods": list(methods)}, "test"))[0]
 
 
 def test_policies_budgets_refreshes_and_dtypes_make_a_cell_of_each_combination():
@@ -211,12 +209,12 @@ def test_a_cell_makes_the_drafter_of_its_settings():
 def test_an_option_makes_cells_columns_names_and_arguments_of_the_drafter(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("methods: [{drafter: prompt-lookup, max_ngram: [2, 4]}, {drafter: self}]")
-    ((plain, two, four, other),) = grid.groups(config.read(path))
+    ((two, four, other),) = grid.groups(config.read(path))
     assert [c.method for c in (two, four)] == [
         "prompt-lookup:2, chain:4",
         "prompt-lookup:4, chain:4",
     ]
-    values = [grid.columns(c)["max_ngram"] for c in (plain, two, four, other)]
+    values = [grid.columns(c)["max_ngram"] for c in (grid.plain_of(two), two, four, other)]
     assert values == [None, 2, 4, None]
     assert grid.make_drafter(two)[0] == magicjax.PromptLookup(max_ngram=2)
     assert grid.key(two) != grid.key(four)
@@ -241,7 +239,7 @@ def test_auto_tries_its_drafters_with_its_tree():
         },
     ]
     experiment = fields.checked(config.Experiment, {"methods": methods}, "test")
-    _, default, custom = grid.groups(experiment)[0]
+    default, custom = grid.groups(experiment)[0]
     assert (default.method, custom.method) == ("auto, chain:8", "auto, chain:4")
     assert (default.models, custom.models) == ((), ("a/b",))
     assert (custom.gamma, custom.nodes, custom.draw_methods) == (4, 5, "")
