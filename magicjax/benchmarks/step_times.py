@@ -61,8 +61,8 @@ def step_times(
     for key, (drafter, gamma) in drafters.items():
         request = synthetic.synthetic_request(setup, batch, context, drafter, deepest)
         variants["draft", key] = Variant(request, request.settings.with_tree(chain(gamma)))
-        shapes = state_shapes(request)
-        drafter_states[id(request.drafter)] = synthetic.synthetic_drafter_state(request, shapes)
+        shapes = state_shapes(request).drafter
+        drafter_states[id(request.drafter)] = synthetic.filled(request, shapes)
     measured, _ = time_interleaved([*variants.values()], state, drafter_states, repeats)
     times = dict(zip(variants, measured, strict=True))
     rounds = {key: times["draft", key] for key in drafters}

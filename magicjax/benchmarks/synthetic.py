@@ -18,7 +18,7 @@ from magicjax.decoding.preparation import prepare
 from magicjax.decoding.request import Request, RequestOptions
 from magicjax.decoding.runner import state_shapes
 from magicjax.drafters import Drafter, SelfSpeculation
-from magicjax.drafters.base import RoundOutcome
+from magicjax.drafters.base import RoundOutcome, with_length
 from magicjax.model import Model
 from magicjax.sampling_params import SamplingParams
 from magicjax.settings import StatsSpec
@@ -87,9 +87,6 @@ class Synthetic(Drafter):
             return state
         return self.inner.commit(target, state, draft, proposal, outcome)
 
-    def synthetic_state(self, state: Any, lengths: Int[Array, "B"]) -> Any:
-        return None if self.inner is None else self.inner.synthetic_state(state, lengths)
-
 
 def _fold(key: Array, row: Array, position: Array) -> Array:
     return jax.random.fold_in(jax.random.fold_in(key, row), position)
@@ -131,14 +128,7 @@ def _filled(shape: tuple[int, ...], dtype: Any) -> Array:
 
 def synthetic_state(request: Request) -> loop.DecodeState:
     """Returns a state after prefill whose caches hold random numbers."""
-    shapes = state_shapes(request)
-    drafter_state = synthetic_drafter_state(request, shapes)
-    state = jax.tree.map(
-        lambda x: _filled(x.shape, x.dtype), dataclasses.replace(shapes, drafter=None)
-    )
-    return state.replace(
-        cache=state.cache.replace(lengths=jnp.array(request.lengths)),
-        drafter=drafter_state,
+    return filled(request, state_shapes(request)).replace(
         emitted=jnp.ones_like(request.lengths),
         limits=jnp.array(request.limits),
         eos=jnp.array(request.eos),
@@ -147,12 +137,10 @@ def synthetic_state(request: Request) -> loop.DecodeState:
     )
 
 
-def synthetic_drafter_state(request: Request, shapes: loop.DecodeState) -> Any:
-    """Returns the drafter's part of `synthetic_state`."""
-    if request.drafter is None:
-        return None
-    filled = jax.tree.map(lambda x: _filled(x.shape, x.dtype), shapes.drafter)
-    return request.drafter.synthetic_state(filled, request.lengths)
+def filled(request: Request, shapes: Any) -> Any:
+    """Returns a state, or a part of it, with random numbers and the length of the prompts."""
+    state = jax.tree.map(lambda x: _filled(x.shape, x.dtype), shapes)
+    return with_length(state, len(request.prompts[0]))
 
 
 def zero_logits(target: Model) -> Model:

@@ -269,13 +269,6 @@ class Drafter(abc.ABC):
         """Returns the drafters of an ensemble or a cascade, or the drafter itself."""
         return (self,)
 
-    def synthetic_state(self, state: Any, lengths: Int[Array, "B"]) -> Any:
-        """Returns a state of arbitrary values with its lengths set as after prompts of `lengths`.
-
-        No array may appear twice in the result: programs donate it. It is for timing only.
-        """
-        raise NotImplementedError(f"{type(self).__name__} does not define synthetic_state")
-
 
 REQUIRED = tuple(sorted(Drafter.__abstractmethods__))
 
@@ -318,6 +311,21 @@ def commit_checked(
 def _described(x: Any) -> str:
     kind = jax.typeof(x)
     return f"{kind.dtype}{list(kind.shape)}"
+
+
+def with_length(state: Any, length: int) -> Any:
+    """Returns a state whose rows have `length` tokens of no meaning, for timing.
+
+    A part of it with a method `with_length`, such as a cache, sets its own lengths.
+    """
+
+    def has_length(x: Any) -> bool:
+        return hasattr(x, "with_length")
+
+    def change(x: Any) -> Any:
+        return x.with_length(length) if has_length(x) else x
+
+    return jax.tree.map(change, state, is_leaf=has_length)
 
 
 def insert_row(rows: Any, row: Any, slot: Int[Array, ""]) -> Any:

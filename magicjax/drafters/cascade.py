@@ -430,12 +430,6 @@ class Cascade(Drafter):
             self.middle.extract(state.middle, slot),
         )
 
-    def synthetic_state(self, state: CascadeState, lengths: Int[Array, "B"]) -> CascadeState:
-        return CascadeState(
-            self.first.synthetic_state(state.first, lengths),
-            self.middle.synthetic_state(state.middle, lengths),
-        )
-
 
 def _nodes_of_chain(result: verify.VerifyResult, nodes: int) -> Int[Array, "B N"]:
     """Returns the node of the chain that each node of the first tree is; `NO_NODE` off the path.

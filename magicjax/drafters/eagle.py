@@ -282,10 +282,6 @@ class Eagle(Drafter):
     def rewind(self, before: EagleState, after: EagleState) -> EagleState:
         return dataclasses.replace(before, cache=full_cache.restore(before.cache, after.cache))
 
-    def synthetic_state(self, state: EagleState, lengths: Int[Array, "B"]) -> EagleState:
-        cache = dataclasses.replace(state.cache, lengths=jnp.array(lengths) - 1)
-        return dataclasses.replace(state, cache=cache)
-
 
 def _at(x: Float[Array, "B T E"], index: Int[Array, "B"]) -> Float[Array, "B E"]:
     return jnp.take_along_axis(x, index[:, None, None], 1)[:, 0]

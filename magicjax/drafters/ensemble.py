@@ -8,7 +8,6 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Int
 
 from magicjax.drafters.base import Drafter, Previous, commit_checked
 from magicjax.drafters.cascade import Cascade
@@ -185,7 +184,3 @@ class Ensemble(Drafter):
 
     def members(self) -> tuple[Drafter, ...]:
         return self.drafters
-
-    def synthetic_state(self, state: tuple[Any, ...], lengths: Int[Array, "B"]) -> tuple[Any, ...]:
-        members = zip(self.drafters, state, strict=True)
-        return tuple(drafter.synthetic_state(own, lengths) for drafter, own in members)

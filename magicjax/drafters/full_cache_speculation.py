@@ -49,6 +49,3 @@ class FullCacheSpeculation(TargetDrafter):
         self, target, state: tuple[()], draft: None, proposal, outcome: RoundOutcome
     ) -> tuple[()]:
         return ()
-
-    def synthetic_state(self, state: tuple[()], lengths) -> tuple[()]:
-        return ()

@@ -191,11 +191,6 @@ class PageRetrieval(TargetDrafter):
         bounds = update_bounds(state.bounds, outcome.kv, path, committed, outcome.cache)
         return PageRetrievalState(bounds, *draft)
 
-    def synthetic_state(
-        self, state: PageRetrievalState, lengths: Int[Array, "B"]
-    ) -> PageRetrievalState:
-        return state
-
 
 def _choose_pages(context: DraftContext) -> tuple[DraftContext, Pages]:
     """Returns the context after a pass of the root, and the pages that its queries chose."""

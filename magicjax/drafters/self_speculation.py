@@ -207,12 +207,6 @@ class SelfSpeculation(TargetDrafter):
         counted = jnp.where(due, full.lengths, state.counted)
         return SelfSpeculationState(repin(state.cache, full, pins), stats, counted, state.rounds)
 
-    def synthetic_state(
-        self, state: SelfSpeculationState, lengths: Int[Array, "B"]
-    ) -> SelfSpeculationState:
-        cache = dataclasses.replace(state.cache, count=jnp.array(lengths))
-        return dataclasses.replace(state, cache=cache, counted=jnp.array(lengths))
-
 
 def _mass_since(
     queries: RecentQueries,

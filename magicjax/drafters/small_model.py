@@ -359,15 +359,6 @@ class SmallModel(Drafter):
             return before  # commits overwrite live entries of a ring, so it is copied
         return dataclasses.replace(before, cache=full_cache.restore(old, new))
 
-    def synthetic_state(self, state: SmallModelState, lengths: Int[Array, "B"]) -> SmallModelState:
-        cache, count = state.cache, jnp.array(lengths)
-        if isinstance(cache, KVCache):
-            cache = dataclasses.replace(cache, lengths=count)
-        else:
-            cache = dataclasses.replace(cache, count=count)
-        backlog = dataclasses.replace(state.backlog, count=jnp.zeros_like(lengths))
-        return dataclasses.replace(state, cache=cache, backlog=backlog)
-
 
 def _backlog_then_path(
     draft: DraftedKV, backlog: Backlog, path_entries: Int[Array, "B A"]

@@ -33,6 +33,10 @@ class TextState:
     count: Int[Array, "B"]
     simulated: SimulatedRounds
 
+    def with_length(self, length: int) -> "TextState":
+        """Returns the state with `length` tokens in every row."""
+        return dataclasses.replace(self, count=jnp.full_like(self.count, length))
+
 
 class TextLookup(Drafter):
     """A drafter that looks up the newest tokens in texts; it runs no model."""
@@ -98,9 +102,6 @@ class TextLookup(Drafter):
 
     def simulated(self, state: TextState) -> Int[Array, "B A"]:
         return state.simulated.histogram
-
-    def synthetic_state(self, state: TextState, lengths: Int[Array, "B"]) -> TextState:
-        return dataclasses.replace(state, count=jnp.array(lengths))
 
 
 def newest_tokens(

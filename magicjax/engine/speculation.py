@@ -14,12 +14,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from magicjax.decoding import paired_timing, runner
+from magicjax.decoding import paired_timing
 from magicjax.decoding.controller import PLAIN, Arm, RoundTimes
 from magicjax.decoding.loop import DecodeState
 from magicjax.decoding.paired_timing import Variant
 from magicjax.decoding.request import Request
 from magicjax.drafters import Cascade, Drafter, Ensemble
+from magicjax.drafters.base import with_length
 from magicjax.drafters.spec import drafter_name
 from magicjax.engine.templates import Templates, empty_state
 from magicjax.settings import Settings
@@ -39,7 +40,7 @@ def loops(request: Request, adaptive: bool) -> dict[Arm, Settings]:
         because a shallower one would grow elsewhere, or a cascade's with a tree for each drafter.
 
     Raises:
-      ValueError: adaptive for a drafter that cannot be timed.
+      ValueError: adaptive for a tree whose rounds differ in length.
     """
     settings, drafter = request.settings, request.drafter
     if drafter is None:
@@ -48,7 +49,6 @@ def loops(request: Request, adaptive: bool) -> dict[Arm, Settings]:
     whole = Arm(" + ".join(names), settings.shape.depth)
     if not adaptive:
         return {whole: settings}
-    _check_timed(request)
     if not isinstance(drafter, Ensemble):
         own_only = isinstance(drafter, Cascade) and drafter.first_tree is not None
         trees_of_arms = [settings.tree] if own_only else _depths(settings.tree)
@@ -120,20 +120,6 @@ def simulated(drafter: Drafter, state: Any) -> dict[str, jax.Array]:
     return {name: histogram for name, histogram in found.items() if histogram is not None}
 
 
-def _check_timed(request: Request) -> None:
-    """Raises ValueError if the rounds of a drafter cannot be timed before the first request."""
-    drafter = request.drafter
-    assert drafter is not None  # `EngineConfig.check_drafter`
-    state = runner.state_shapes(request)
-    try:
-        jax.eval_shape(drafter.synthetic_state, state.drafter, state.cache.lengths)
-    except NotImplementedError as error:
-        raise ValueError(
-            f"adaptive=True times rounds before the first request, and {error}: define it, or use "
-            "adaptive=False"
-        ) from error
-
-
 def batch_sizes(request: Request, slots: int) -> tuple[int, ...]:
     """Returns the batch sizes of the loops, increasing: 1, 4, 16, ... and all slots.
 
@@ -191,22 +177,15 @@ def time_rounds(
 
 def _live(templates: Templates, state: DecodeState, length: int, live: int) -> DecodeState:
     """Returns a state in which the first rows are live; all have `length` tokens, of no meaning."""
-    request = templates.slots
-    assert request.drafter is not None
+    settings = templates.slots.settings
 
     def rows(value: Any, like: jax.Array) -> jax.Array:
         return global_arrays.put(np.full(like.shape, value, like.dtype), like.sharding)
 
-    lengths = rows(length, state.cache.lengths)
     # They end before they fill their slots.
-    room = request.settings.capacity - length - request.settings.shape.depth - 1
-    drafter = request.drafter.synthetic_state(state.drafter, rows(length, lengths))
+    room = settings.capacity - length - settings.shape.depth - 1
     return dataclasses.replace(
-        state,
-        cache=dataclasses.replace(state.cache, lengths=lengths),
-        drafter=jax.tree.map(
-            lambda x, old: jax.device_put(x, old.sharding), drafter, state.drafter
-        ),
+        with_length(state, length),
         emitted=rows(1, state.emitted),
         limits=rows(max(2, room), state.limits),
         ended=global_arrays.put(np.arange(len(state.ended)) >= live, state.ended.sharding),

@@ -55,6 +55,10 @@ class KVCache:
         del layer  # equal in all layers
         return self.lengths
 
+    def with_length(self, length: int) -> "KVCache":
+        """Returns the cache with `length` tokens in every row."""
+        return dataclasses.replace(self, lengths=jnp.full_like(self.lengths, length))
+
 
 def select[T](values: tuple[T, ...], layers: Sequence[int]) -> tuple[T, ...]:
     """Returns the values of some layers, given one for each layer."""

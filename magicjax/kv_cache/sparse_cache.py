@@ -64,6 +64,10 @@ class DraftCache:
             return self.count
         return jnp.minimum(self.count, self.capacity(layer))
 
+    def with_length(self, length: int) -> "DraftCache":
+        """Returns the cache with `length` tokens in every row."""
+        return dataclasses.replace(self, count=jnp.full_like(self.count, length))
+
 
 def slot_of(position: Int[Array, "*B"], pinned: int, capacity: int) -> Int[Array, "*B"]:
     """Returns the slot of one of the newest R positions, or of any position of a row in order.

@@ -4,12 +4,10 @@ import dataclasses
 
 import numpy as np
 import pytest
-from flax import struct
 
 import magicjax
 from magicjax.decoding import program_cache
 from magicjax.decoding.controller import PLAIN, Controller, RoundTimes
-from magicjax.drafters.base import Drafter
 from magicjax.drafters.text_lookup import TextLookup
 from magicjax.engine import speculation
 from tests.magicjax import keywords, tiny
@@ -171,22 +169,11 @@ def test_the_depths_of_a_cascade_are_those_of_its_chains():
     assert [each.tree.depth for each in found.values()] == [0, 1, 2, 4]
 
 
-@struct.dataclass
-class Untimed(magicjax.PromptLookup):
-    """A drafter that defines no synthetic state."""
-
-    synthetic_state = Drafter.synthetic_state
-
-
 REFUSED = {
     "no drafter": (dict(drafter=None), "adaptive=True has no effect without a drafter"),
     "a verifier": (
         dict(sampling=True, verifier="mss"),
         "verifier='mss' with adaptive=True: .* use verifier='naive'",
-    ),
-    "a drafter that cannot be timed": (
-        dict(drafter=Untimed()),
-        "Untimed does not define synthetic_state: define it, or use adaptive=False",
     ),
     "rounds that differ in length": (
         dict(drafter=tiny.drafter("near"), tree=magicjax.DynamicTree(6, 5, 2, min_prob=0.6)),
