@@ -9,6 +9,7 @@ import time
 # Tests compare float32 results exactly on a CPU; JAX_PLATFORMS=cuda,cpu uses a GPU.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("NPROC", "8")  # XLA threads, enough for interpreted kernels
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's matrices are small
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a misspelt path looks like a model of the Hub
 
 # Most of the time is compilation. Programs compiled by other workers, subprocesses and earlier runs
@@ -93,7 +94,7 @@ def float64(_seed_and_check_float64):
     jax.config.update("jax_enable_x64", False)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def eight():
     """A process with eight devices that runs functions of the tests."""
     process = Eight()

@@ -86,6 +86,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning(enabled, monkeypatch, capl
 def test_the_next_process_reads_the_programs_of_the_first(directory, tmp_path):
     environment = {name: x for name, x in os.environ.items() if not name.startswith("JAX_")}
     environment |= {"MAGICJAX_CACHE": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    environment[build.SWITCH] = "off"  # the kernels would be compiled in the same folder
     environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     arguments = ["--target", str(directory), "--prompt", "abc", "--max-tokens", "4"]
     command = [sys.executable, "-m", "magicjax", "generate", *arguments]
