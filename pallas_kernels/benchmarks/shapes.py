@@ -92,7 +92,7 @@ def random_inputs(shape: Shape, dtype: jnp.dtype, seed: int = 0) -> dict[str, Ar
     rng = np.random.default_rng(seed)  # nothing to compile, unlike jax.random
     drawn = np.float64 if dtype == jnp.float64 else np.float32
     return {
-        name: jnp.asarray(rng.standard_normal(size, drawn), dtype)
+        name: jax.device_put(rng.standard_normal(size, drawn).astype(dtype))
         for name, size in _sizes(shape).items()
     }
 

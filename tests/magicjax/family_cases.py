@@ -3,7 +3,6 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import magicjax
@@ -72,6 +71,6 @@ def model(kind: str, vocab_size: int, noise: float = 0.0, **sizes: int) -> magic
     def disturb(x):
         # Larger biases affect the text.
         x = 2 * np.asarray(x) + 0.3 * rng.standard_normal(x.shape)
-        return jnp.asarray(x * (1 + noise * rng.standard_normal(x.shape)), jnp.float32)
+        return x * (1 + noise * rng.standard_normal(x.shape))
 
-    return magicjax.Model(module, jax.tree.map(disturb, tiny.drawn(module.config, 0)))
+    return magicjax.Model(module, tiny.put(jax.tree.map(disturb, tiny.drawn(module.config, 0))))

@@ -86,8 +86,17 @@ def model(kind: str = "target", dtype: str = "float32") -> magicjax.Model:
         shape = config(max_positions=4096)
     random = drawn(shape, 1 if kind == "other" else 0)
     params = loud(random, np.random.default_rng(7), noise=0.1 if kind.endswith("near") else 0.0)
-    params = jax.tree.map(lambda x: jax.numpy.asarray(x.astype(np.float32), dtype), params)
-    return magicjax.Model(models.build(shape, dtype), params, name=kind)
+    return magicjax.Model(models.build(shape, dtype), put(params, dtype), name=kind)
+
+
+def put(params, dtype: str = "float32"):
+    """Returns parameters on the device, rounded to float32 and to the dtype without compiling."""
+
+    def rounded(x):
+        is_floating = np.issubdtype(x.dtype, np.floating)
+        return x.astype(np.float32).astype(jax.numpy.dtype(dtype)) if is_floating else x
+
+    return jax.device_put(jax.tree.map(rounded, params))
 
 
 def few(whole: magicjax.Model, size: int) -> magicjax.Model:
@@ -128,8 +137,7 @@ def head(target: magicjax.Model, seed: int = 3, **changes) -> magicjax.Model:
         vocab_map = np.full(c.vocab_size, rows, np.int32)
         vocab_map[np.random.default_rng(seed).permutation(c.vocab_size)[:rows]] = np.arange(rows)
         params["params"]["vocab_map"] = vocab_map
-    params = models.cast_params(jax.tree.map(jax.numpy.asarray, params), target.dtype)
-    return magicjax.Model(models.build(shape, target.dtype), params, name="head")
+    return magicjax.Model(models.build(shape, target.dtype), put(params, target.dtype), name="head")
 
 
 def drawn(shape, seed):

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,25 +51,24 @@ def module_of(weights: str | None = None, backend: str | None = None, **changes)
 
 def params_of(module: MixtureOfExperts):
     """Returns random parameters, biases included."""
-    x = jnp.zeros((1, 1, CONFIG.hidden_size))
-    drawn = jax.tree.map(lambda x: x.value, module.init(jax.random.key(0), x), is_leaf=boxed)
+    shapes = jax.eval_shape(module.init, jax.random.key(0), jnp.zeros((1, 1, CONFIG.hidden_size)))
     rng = np.random.default_rng(1)
 
-    def disturb(path, x):
-        if path[-1].key != "bias":
-            return x
-        return jnp.asarray(0.3 * rng.standard_normal(x.shape), x.dtype)
+    def draw(path, x):
+        if jnp.issubdtype(x.dtype, jnp.integer):  # quantized values
+            limit = 7 if x.dtype == jnp.int4 else 127
+            return rng.integers(-limit, limit, x.shape, np.int8).astype(x.dtype)
+        if path[-1].key == "scale":
+            return rng.uniform(0.001, 0.003, x.shape).astype(x.dtype)
+        spread = 0.3 if path[-1].key == "bias" else x.shape[-1] ** -0.5
+        return (spread * rng.standard_normal(x.shape)).astype(x.dtype)
 
-    return jax.tree_util.tree_map_with_path(disturb, drawn)
+    return jax.tree_util.tree_map_with_path(draw, nn.meta.unbox(shapes))
 
 
-def boxed(x) -> bool:
-    return models.is_boxed(x)
-
-
-def tokens(count: int) -> jax.Array:
+def tokens(count: int) -> np.ndarray:
     rng = np.random.default_rng(2)
-    return jnp.asarray(rng.standard_normal((1, count, CONFIG.hidden_size)), jnp.float32)
+    return rng.standard_normal((1, count, CONFIG.hidden_size)).astype(np.float32)
 
 
 def oracle(module: MixtureOfExperts, params, x, normalize: bool | None = None) -> np.ndarray:
@@ -136,8 +136,9 @@ def test_experts_that_no_token_chooses_are_not_read(backend):
     assert len(idle)
     poisoned = jax.tree.map(lambda x: x, params)
     for name in ("gate", "up", "down"):
-        weight = poisoned["params"][name]["weight"]
-        poisoned["params"][name] = {"weight": weight.at[idle].set(jnp.nan)}
+        weight = poisoned["params"][name]["weight"].copy()
+        weight[idle] = np.nan
+        poisoned["params"][name] = {"weight": weight}
     expected, found = (jax.jit(module.apply)(p, x) for p in (params, poisoned))
     np.testing.assert_array_equal(found, expected)
 

@@ -107,12 +107,12 @@ def test_equals_the_reference_to_rounding_in_float64(backend, shape, float64):
 @quick_cases
 def test_dead_slots_do_not_matter(backend, shape, dtype):
     inputs = make_inputs(shape, jnp.dtype(dtype))
-    dead = jnp.arange(shape.slots) >= inputs["lengths"][:, None]
+    dead = np.arange(shape.slots) >= inputs["lengths"][:, None]
     dead = dead[:, None, :, None]
-    huge = jnp.asarray(3e38, dtype)
+    nan, huge = (np.asarray(x, inputs["q"].dtype) for x in (np.nan, 3e38))
     poisoned = inputs | {
-        "k_prefix": jnp.where(dead, jnp.nan, inputs["k_prefix"]),
-        "v_prefix": jnp.where(dead, huge, inputs["v_prefix"]),
+        "k_prefix": np.where(dead, nan, inputs["k_prefix"]),
+        "v_prefix": np.where(dead, huge, inputs["v_prefix"]),
     }
     for clean, dirty in zip(compiled(backend)(inputs), compiled(backend)(poisoned), strict=True):
         np.testing.assert_array_equal(clean, dirty)
@@ -151,7 +151,7 @@ def test_first_row_selects_rows_of_a_larger_cache(backend, shape, bits):
     if bits:
         inputs |= {name: quantize(inputs[name], bits) for name in ("k_prefix", "v_prefix")}
     out, lse = compiled(backend)(inputs)
-    for first, count in ((0, 2), (1, 2), (3, 1)):
+    for first, count in ((0, 2), (1, 2), (2, 2)):  # of one shape
         rows = compiled_of_rows(backend)(some_rows(inputs, first, count), first)
         for part, whole in zip(rows, (out, lse), strict=True):
             whole = whole[first : first + count]
@@ -178,7 +178,7 @@ def test_a_shared_mask_is_the_same_as_one_for_each_row(backend):
 @every_backend
 def test_an_empty_cache_may_have_no_slots(backend):
     inputs = make_inputs(SMALL, jnp.float32)
-    inputs["lengths"] = jnp.zeros_like(inputs["lengths"])
+    inputs["lengths"] = np.zeros_like(inputs["lengths"])
     expected, _ = compiled(backend)(inputs)
     out, _ = compiled(backend)(
         inputs | {name: inputs[name][:, :, :0] for name in ("k_prefix", "v_prefix")}
@@ -193,12 +193,13 @@ def test_parts_merged_by_their_log_sum_exp_are_the_whole(backend, data):
     inputs = make_inputs(SMALL, jnp.float32, seed=data.draw(st.integers(0, 3)))
     bits = st.lists(st.booleans(), min_size=7, max_size=7)
     row = np.array([data.draw(bits) for _ in range(SMALL.nodes)])
-    lengths = jnp.asarray([data.draw(st.integers(0, SMALL.slots)) for _ in range(SMALL.batch)])
+    lengths = [data.draw(st.integers(0, SMALL.slots)) for _ in range(SMALL.batch)]
+    lengths = np.array(lengths, np.int32)
     inputs["lengths"] = lengths
     whole = compiled(backend)(inputs)
     first = compiled(backend)(inputs | {"mask": inputs["mask"] & row})
     second = compiled(backend)(
-        inputs | {"mask": inputs["mask"] & ~row, "lengths": jnp.zeros_like(lengths)}
+        inputs | {"mask": inputs["mask"] & ~row, "lengths": np.zeros_like(lengths)}
     )
     out, lse = merge(*first, *second)
     assert relative_error(out, whole[0]) < TOLERANCE["float32"]
@@ -212,10 +213,10 @@ def test_a_prompt_in_chunks_equals_the_prompt_at_once(backend):
     chunk, chunks = 64, 3
     shape = Shape(1, chunk * chunks, chunk * chunks, 2, 1, 64, chunk * chunks)
     whole = make_inputs(shape, jnp.float32, "chain")
-    whole["lengths"] = jnp.zeros(1, jnp.int32)
+    whole["lengths"] = np.zeros(1, np.int32)
     expected, _ = compiled("reference")(whole)
 
-    cache = {name: jnp.zeros_like(whole[f"{name}_prefix"]) for name in "kv"}
+    cache = {name: np.zeros_like(whole[f"{name}_prefix"]) for name in "kv"}
     outputs = []
     for start in range(0, chunk * chunks, chunk):
         piece = slice(start, start + chunk)
@@ -224,15 +225,16 @@ def test_a_prompt_in_chunks_equals_the_prompt_at_once(backend):
             "q": whole["q"][:, piece],
             "k_prefix": cache["k"],
             "v_prefix": cache["v"],
-            "lengths": jnp.asarray([start]),
+            "lengths": np.array([start], np.int32),
             "k_new": new["k"],
             "v_new": new["v"],
-            "mask": jnp.tri(chunk, dtype=bool),
+            "mask": np.tri(chunk, dtype=bool),
         }
-        outputs.append(compiled(backend)(inputs)[0])
+        outputs.append(np.asarray(compiled(backend)(inputs)[0]))
         for name in "kv":
-            cache[name] = cache[name].at[:, :, piece].set(new[name].swapaxes(1, 2))
-    assert relative_error(jnp.concatenate(outputs, axis=1), expected) < TOLERANCE["float32"]
+            cache[name] = cache[name].copy()
+            cache[name][:, :, piece] = new[name].swapaxes(1, 2)
+    assert relative_error(np.concatenate(outputs, axis=1), expected) < TOLERANCE["float32"]
 
 
 @on_a_host
@@ -303,7 +305,7 @@ BAD = {
 def test_a_wrong_shape_is_refused_before_compilation(case):
     inputs = make_inputs(SMALL, jnp.float32)
     changes, message = BAD[case]
-    changed = {name: jnp.zeros(size, inputs[name].dtype) for name, size in changes.items()}
+    changed = {name: np.zeros(size, inputs[name].dtype) for name, size in changes.items()}
     with pytest.raises(ValueError, match=message):
         tree_attention(**(inputs | changed))
 

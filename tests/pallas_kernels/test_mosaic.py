@@ -41,8 +41,8 @@ def inputs_of(shape: Shape, kind: str = "random", dtype: str = "bfloat16") -> di
     return inputs | {"lengths": jnp.asarray(edge_lengths(shape, Config().block))}
 
 
-def check(inputs: dict, backend: str = "mosaic_interpreted") -> None:
-    """Asserts that the kernel computes what the definition does."""
+def check(inputs: dict, backend: str = "mosaic_interpreted") -> jax.Array:
+    """Returns the kernel's result; asserts that it is what the definition computes."""
     out, lse = jax.jit(lambda inputs: tree_attention(**inputs, return_lse=True, backend=backend))(
         inputs
     )
@@ -53,6 +53,7 @@ def check(inputs: dict, backend: str = "mosaic_interpreted") -> None:
     np.testing.assert_allclose(lse[seen], expected_lse[seen], atol=LSE_TOLERANCE)
     np.testing.assert_array_equal(lse[~seen], expected_lse[~seen])
     assert (np.asarray(out)[~seen] == 0).all()
+    return out
 
 
 SHAPES = [HOPPER_SHAPES[3]]  # many tokens
@@ -87,8 +88,7 @@ def test_the_kernel_for_ampere_divides_the_prefix_of_a_larger_cache(monkeypatch)
     monkeypatch.setattr(mosaic, "choose_splits", lambda *sizes: 3)
     inputs = inputs_of(Shape(6, 17, 17, 1, 5, 64, 420))
     inputs |= {"lengths": jnp.asarray([0, 63, 64, 65, 400, 420], jnp.int32)}
-    check(inputs, "mosaic_sm80_interpreted")
-    out, _ = compiled("mosaic_sm80_interpreted")(inputs)
+    out = check(inputs, "mosaic_sm80_interpreted")
     rows, _ = compiled_of_rows("mosaic_sm80_interpreted")(some_rows(inputs, 1, 2), 1)
     np.testing.assert_array_equal(rows, out[1:3])
 

@@ -15,7 +15,7 @@ from experiments.prompts import corpus
 from experiments.schema.fields import ConfigError
 from experiments.training import eagle, eagle_loss, recording, trainer
 from tests.experiments.training import test_boost
-from tests.magicjax import oracle
+from tests.magicjax import oracle, tiny
 from tests.models.conftest import GOLDEN
 
 GENERATED = dict(tokens=700, batch=16, length=20)
@@ -91,7 +91,8 @@ def parts_of_loss(target):
     frozen = eagle_loss.frozen_of(jnp.asarray(vocab_map), checkpoint, jnp.asarray(tokens))
     loss = eagle_loss.HeadLoss(*eagle_loss.modules_of(checkpoint, 40), 3, 0.8, windows=False)
     head = models.build(eagle.dataclasses.replace(config, own_unembedding=True))
-    return loss, head, eagle._without_frozen(models.init_params(head, 1)), frozen
+    params = jax.tree.map(lambda x: np.asarray(x, np.float32), tiny.drawn(head.config, 1))
+    return loss, head, eagle._without_frozen(params), frozen
 
 
 @pytest.mark.parametrize("case", ["gemma2", "gemma3", "gpt_oss", "mixtral", "gpt2"])
@@ -113,7 +114,7 @@ def test_steps_of_the_loss_are_drafts_from_every_position(target, rows):
     windows = np.concatenate(
         [rows[:2, :14, :2], *[rows[:2, :14, 2:18]], *[rows[:2, :14, 18:]] * 3], -1
     )
-    steps = list(loss._steps(head, params, jnp.asarray(windows), frozen))
+    steps = jax.jit(lambda *arguments: list(loss._steps(head, *arguments)))(params, windows, frozen)
     inner = {"params": params["params"] | {k: frozen[k] for k in ("unembedding", "vocab_map")}}
     tokens, hidden = recording.unpacked(jnp.asarray(windows[:1]), 4)
     features = head.apply(inner, [hidden[:, :, i] for i in range(3)], method="fuse")
@@ -136,11 +137,12 @@ def test_steps_of_the_loss_are_drafts_from_every_position(target, rows):
             keys.append(k)
             values.append(v)
             whole = [
-                jnp.repeat(jnp.concatenate(x, 1), q.shape[2] // k.shape[2], 2)
-                for x in (keys, values)
+                np.repeat(np.concatenate(x, 1), q.shape[2] // k.shape[2], 2) for x in (keys, values)
             ]
-            p = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, whole[0]) * q.shape[-1] ** -0.5)
-            return jnp.einsum("bhts,bshd->bthd", p, whole[1]), None
+            scores = np.einsum("bthd,bshd->bhts", q, whole[0]) * q.shape[-1] ** -0.5
+            p = np.exp(scores - scores.max(-1, keepdims=True))
+            p /= p.sum(-1, keepdims=True)
+            return jnp.asarray(np.einsum("bhts,bshd->bthd", p, whole[1])), None
 
         attend = models.in_every_layer(attention)
         feature = features[:, position : position + 1]

@@ -273,8 +273,7 @@ def wide_drafter(name: str):
 
 
 def wide_model(config) -> magicjax.Model:
-    module = models.build(config)
-    return magicjax.Model(module, models.init_params(module, 0))
+    return magicjax.Model(models.build(config), tiny.put(tiny.drawn(config, 0)))
 
 
 def row_programs(name: str, data: int) -> dict:

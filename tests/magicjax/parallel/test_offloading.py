@@ -32,10 +32,8 @@ SAMPLED = dict(seed=3, temperature=0.8)
 @functools.cache
 def model(shape) -> magicjax.Model:
     """Returns a model whose text depends on its context."""
-    params = models.init_params(models.build(shape), 0)
-    params = tiny.loud(params, np.random.default_rng(7), 0.05)
-    params = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float32)), params)
-    return magicjax.Model(models.build(shape), params, name="deep")
+    params = tiny.loud(tiny.drawn(shape, 0), np.random.default_rng(7), 0.05)
+    return magicjax.Model(models.build(shape), tiny.put(params), name="deep")
 
 
 @functools.cache
