@@ -17,6 +17,6 @@ copies=$loop/decoding/test_compiled.py::test_the_loop_copies_no_cache_and_needs_
 "$env/bin/python" -m pytest tests/pallas_kernels/test_{attention,compiled,quantized}.py \
     tests/pallas_kernels/cpu/test_linear.py "$copies[int8]" "$copies[h2o_refreshed]" \
     "$loop/decoding/test_exactness.py::test_plain_decoding_gives_the_oracles_text_wherever_rows_end[8]" \
-    "$exact[near-dynamic-8]" "$exact[ensemble-2,2,1-8]" \
+    "$exact[near-dynamic-8]" "$exact[eagle-2,2,1-8]" \
     "$loop/parallel/test_stages.py::test_stages_give_the_text_of_one_device[snapkv-mesh1-None-2]" \
     $loop/parallel/test_two_processes.py "$@"

@@ -23,8 +23,7 @@ from tests.magicjax import keywords, tiny
 def wide(dtype: str, **changes) -> magicjax.Model:
     """Returns a model with heads of size 64, which the Hopper kernel supports."""
     module = models.build(tiny.config(**dict(head_dim=64, num_layers=1) | changes), dtype)
-    params = jax.tree.map(jax.numpy.asarray, tiny.drawn(module.config, 0))
-    return magicjax.Model(module, models.cast_params(params, dtype))
+    return magicjax.Model(module, tiny.put(tiny.drawn(module.config, 0), dtype))
 
 
 def generate(target, backend, **options):
@@ -96,7 +95,7 @@ def test_a_run_starts_with_the_kernel_that_is_right(error, backend, monkeypatch,
     monkeypatch.setitem(attention.BACKENDS, "tpu", kernel)
     device_check._verdicts.clear()
     target = wide("float32")
-    found = generate(target, None, drafter=magicjax.SelfSpeculation("streaming", 24))
+    found = generate(target, None)
     device_check._verdicts.clear()
     np.testing.assert_array_equal(found.tokens, generate(target, "xla").tokens)
     assert found.stats.attention_backend == backend

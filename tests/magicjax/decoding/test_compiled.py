@@ -63,8 +63,8 @@ PARTS = (
     *("self_tree", "small_chain", "small_dynamic", "self_dynamic", "self_sampled"),
     *("ensemble", "ensemble_sampled", "self_chain", "plain_sampled", "snapkv_refreshed"),
     *("small_sparse", "pyramidkv", "self_copy", "quest", "plain", "int4_refreshed"),
-    *("cascade_sampled", "cascade_pages", "cascade_full", "self_layers", "int8", "quest_tree"),
-    "quest_of_int8_cache",
+    *("cascade", "cascade_sampled", "cascade_pages", "cascade_full"),
+    *("self_layers", "int8", "quest_tree", "quest_of_int8_cache"),
 )
 MOVES = ("copy", "transpose", "convert", "concatenate", "select", "pad", "broadcast", "reverse")
 
@@ -228,6 +228,7 @@ def test_a_ring_that_shifts_its_entries_is_detected_as_a_move(monkeypatch):
     assert "draft" in moved_caches(decode_program(request, state), sizes_of(request, state))
 
 
+@pytest.mark.slow
 def test_a_first_drafter_that_rewinds_to_its_old_arrays_copies_its_cache(monkeypatch):
     monkeypatch.setattr(magicjax.SmallModel, "rewind", lambda self, before, after: before)
     request = request_of("cascade")

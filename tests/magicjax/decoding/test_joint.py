@@ -1,7 +1,7 @@
 """Texts sampled through the whole compiled loop have the target's joint distribution.
 
 Texts of four tokens, some ended by EOS, are compared with the exact distribution of a tiny target:
-200,000 texts for every drafter, tree and verifier in the slow tests, 40,000 for a few in the quick
+200,000 texts for every drafter, tree and verifier in the slow tests, 10,000 for a few in the quick
 ones. The negative controls break one rule inside the loop; `test_exact_sampling` has each of them
 outside the loop.
 """
@@ -35,7 +35,7 @@ from tests.quick import quick
 
 VOCAB, LENGTH, EOS = 5, 4, 0
 PROMPT = [1, 4, 2, 3, 3, 1, 2, 4, 1]
-ROWS, FEW_CALLS, MANY_CALLS = 20_000, 2, 10
+ROWS, ONE_CALL, FEW_CALLS, MANY_CALLS = 10_000, 1, 4, 20
 WARPED = dict(temperature=0.8, top_k=4, top_p=0.9, min_p=0.05)
 PROCESSED = dict(
     temperature=0.9,
@@ -61,8 +61,7 @@ def model(seed: int, layers: int = 1) -> magicjax.Model:
         max_positions=64,
     )
     params = tiny.loud(tiny.drawn(shape, seed), np.random.default_rng(seed), noise=0.0, never=None)
-    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
-    return magicjax.Model(models.build(shape), params, name=f"tiny {seed}")
+    return magicjax.Model(models.build(shape), tiny.put(params), name=f"tiny {seed}")
 
 
 def small(seed: int, **options) -> magicjax.SmallModel:
@@ -337,7 +336,7 @@ PENALIZED = ("small, 2,2", "ensemble, dynamic", "prompt-lookup, naive", CASCADE,
 
 @pytest.mark.parametrize("what", quick(PENALIZED, "small, 2,2"))
 def test_sampled_texts_with_penalties_have_the_joint_distribution(what):
-    check(what, FEW_CALLS, PROCESSED)
+    check(what, ONE_CALL, PROCESSED)
 
 
 @pytest.mark.slow
@@ -417,7 +416,8 @@ def test_a_rule_broken_inside_the_loop_is_detected(how, draw):
         drafter, tree = Broken(eagle(draw=draw), how), magicjax.expansion((4,))  # all of the head's
     elif how == "suffix as if drawn":
         drafter, tree = Broken(suffix(), how), CHAIN
-    p = p_value(sampled(drafter, tree, FEW_CALLS, **PLAIN), joint(tuple(PLAIN.items())))
+    calls = FEW_CALLS if how == "repeated tokens skipped" else ONE_CALL  # they are rare
+    p = p_value(sampled(drafter, tree, calls, **PLAIN), joint(tuple(PLAIN.items())))
     print(f"{how}: p = {p:.1e}")
     assert p < 1e-6
 

@@ -153,6 +153,7 @@ def test_requests_of_an_engine_have_their_own_processors():
     np.testing.assert_array_equal(plain.result().tokens, by_definition(prompts[0], 12))
 
 
+@pytest.mark.slow
 def test_log_probabilities_are_those_of_processed_logits():
     prompt, params = tiny.prompts(1)[0], TEXTS["frequency and presence"]
     output = magicjax.generate(

@@ -89,6 +89,7 @@ def test_a_stream_returns_those_of_generate():
             return check_rows(tiny.model(), tiny.prompts(3), end.value, 3)
 
 
+@pytest.mark.slow
 def test_logits_of_the_emitted_node_itself_fail(monkeypatch):
     """Control: a token is scored by the node before it."""
 

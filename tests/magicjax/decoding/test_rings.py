@@ -4,7 +4,6 @@ import functools
 import types
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -36,8 +35,7 @@ def model(kind: str = "mixed", noise: float = 0.0) -> magicjax.Model:
         attention_sinks=kind == "mixed",
     )
     params = tiny.loud(tiny.drawn(config, 1), np.random.default_rng(7), noise)
-    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
-    return magicjax.Model(models.build(config), params)
+    return magicjax.Model(models.build(config), tiny.put(params))
 
 
 @functools.cache
@@ -90,7 +88,7 @@ def draftings(kind: str) -> dict[str, dict]:
 
 
 ALL = [(kind, name) for kind in ("mixed", "windowed") for name in draftings(kind)]
-QUICK = [("mixed", name) for name in ("snapkv", "near sparse")]
+QUICK = [("mixed", "near sparse")]  # engines run "snapkv" below
 
 
 @pytest.mark.parametrize(("kind", "drafting"), quick(ALL, *QUICK))
@@ -248,7 +246,7 @@ def test_tokens_after_a_stop_string_have_left_the_ring(monkeypatch):
 CACHES = ["plain", "snapkv", "near", "cascade", "wide window"]
 
 
-@pytest.mark.parametrize("drafting", quick(CACHES, "wide window"))
+@pytest.mark.parametrize("drafting", quick(CACHES, "snapkv"))
 def test_caches_are_those_of_a_prefill(drafting):
     """After rounds of any length, every position that can be seen is in its slot."""
     running, text = engine(drafting), prompts()[0]

@@ -7,6 +7,7 @@ tests detect it.
 import collections
 import dataclasses
 import functools
+import itertools
 import re
 
 import jax
@@ -61,9 +62,9 @@ def proposals(drafter, tree, count: int = 4):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiny, "drafter", lambda *_: drafter)
         patch.setitem(tiny.SPECIAL, "own", tree)
-        played = list(rounds("own", "own", PROMPTS, "float32"))
+        played = list(itertools.islice(rounds("own", "own", PROMPTS, "float32"), count))
     propose = proposing(played[0][0].settings)
-    for request, state in played[:count]:
+    for request, state in played:
         found = propose(request.drafter, request.target, state)
         yield request, state, jax.tree.map(np.asarray, found)
 

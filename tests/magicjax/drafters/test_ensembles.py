@@ -8,6 +8,7 @@ from flax import struct
 import magicjax
 from magicjax.decoding.runner import prefill_and_init, run_to_end
 from tests.magicjax import keywords, tiny
+from tests.quick import quick
 
 
 @struct.dataclass
@@ -48,7 +49,7 @@ class Remembering(magicjax.SmallModel):
         return super().commit(target, inner, draft[0], proposal, outcome), right, wrong
 
 
-@pytest.mark.parametrize("renumbers", [True, False])
+@pytest.mark.parametrize("renumbers", quick([True, False], True))
 def test_a_member_finds_its_nodes_in_the_merged_tree(renumbers):
     member = Remembering(tiny.model("near"), renumbers=renumbers)
     drafter = magicjax.Ensemble((magicjax.SmallModel(tiny.model("other")), member))

@@ -130,7 +130,7 @@ def documents() -> list[np.ndarray]:
     return [np.concatenate([texts[n % 2], Long.prompt(10 + n)]) for n in range(5)]
 
 
-@pytest.mark.parametrize("name", quick(DRAFTERS, "streaming"))
+@pytest.mark.parametrize("name", quick(DRAFTERS, "ensemble"))
 def test_a_hit_in_host_memory_gives_the_text_without_a_store(name, tally, caplog):
     size, asked = row_bytes(name), documents()
     plain = [oracle.greedy(tiny.model(), prompt, NEW) for prompt in asked]

@@ -14,8 +14,7 @@ from magicjax.prediction import cost_model
 from magicjax.prediction.autotune import search
 from magicjax.prediction.autotune.auto import Auto
 from magicjax.prediction.autotune.trial import Trial
-from magicjax.prediction.planner import candidates
-from magicjax.prediction.planner.candidates import model_sizes
+from magicjax.prediction.planner.candidates import model_sizes, name_of
 from magicjax.trees.token_tree import ROOT_ONLY
 from tests.magicjax import keywords, tiny
 
@@ -98,16 +97,13 @@ def drafters(*kinds):
 
 @pytest.mark.usefixtures("predicted_times")
 def test_the_text_is_exact_and_the_choice_can_be_reused(profile, tally, short_calls):
-    settings = Auto(
-        drafters("other", "cheap", "prompt-lookup"), profile, tree=TREE, trial_rounds=16
-    )
+    settings = Auto(drafters("cheap", "prompt-lookup"), profile, tree=TREE, trial_rounds=16)
     first = generate(settings)
     tally.compare(tiny.model(), tiny.prompts(8), tiny.expected(8), tiny.rows_of(first))
     choice = first.choice
     assert choice.name == SELF
     names = {trial.name for trial in choice.trials} | {*choice.skipped}
-    other = candidates.name_of(settings.drafters[0])
-    assert names == {"", SELF, other, "prompt-lookup:4"}
+    assert names == {"", SELF, "prompt-lookup:4"}
     assert first.stats.plan_s > 0 and first.stats.depths[0] == choice.tree.depth
     assert len(first.stats.depths) > 2
     assert {*choice.predicted_speedup} <= names
@@ -126,7 +122,7 @@ def test_the_tree_of_one_drafter_is_chosen(kind, ranks, tmp_path, monkeypatch, t
     output = generate(drafter, tree="auto")
     tally.compare(tiny.model(), tiny.prompts(8), tiny.expected(8), tiny.rows_of(output))
     choice = output.choice
-    assert [trial.name for trial in choice.trials] == ["", candidates.name_of(drafter)]
+    assert [trial.name for trial in choice.trials] == ["", name_of(drafter)]
     assert {len(row) for row in choice.trials[1].acceptance} == {ranks}
     assert (choice.drafter is None) == (choice.timed[0].speedup < search.LEAST_GAIN)
     assert choice.tree in (None, choice.timed[0].tree)
