@@ -18,19 +18,24 @@ FORMATS = ("float32", "bfloat16", "float16", "int8", "int8:64", "int4", "int4:32
 def random_matrix(kind: str, outputs: tuple, inputs: int, rng) -> Matrix:
     """Returns a matrix [O..., inputs]."""
     if kind in ("float32", "bfloat16", "float16"):
-        return Matrix(jnp.asarray(rng.standard_normal((*outputs, inputs)), kind))
+        return Matrix(put(rng.standard_normal((*outputs, inputs)), kind))
     bits, group = int(kind[3]), kind[5:].removesuffix("+zeros")
     groups = inputs // int(group) if group else 1
     limit = 2 ** (bits - 1)
-    values = jnp.asarray(rng.integers(-limit, limit, (*outputs, inputs)), jnp.int8)
-    scale = jnp.asarray(rng.uniform(-0.02, 0.02, (groups, *outputs)), jnp.float32)
-    zero = jnp.asarray(rng.uniform(-3, 3, scale.shape), jnp.float32) if "zeros" in kind else None
-    return Matrix(values.astype(jnp.int4) if bits == 4 else values, scale, zero)
+    values = put(rng.integers(-limit, limit, (*outputs, inputs)), f"int{bits}")
+    scale = put(rng.uniform(-0.02, 0.02, (groups, *outputs)))
+    zero = put(rng.uniform(-3, 3, scale.shape)) if "zeros" in kind else None
+    return Matrix(values, scale, zero)
+
+
+def put(x: np.ndarray, dtype: str = "float32") -> jax.Array:
+    """Returns the array on the device; unlike `jnp.asarray`, it compiles nothing."""
+    return jax.device_put(x.astype(jnp.dtype(dtype)))
 
 
 def dequantized(matrix: Matrix) -> np.ndarray:
     """Returns the matrix in float64."""
-    weight = np.asarray(matrix.weight.astype(jnp.float32), np.float64)
+    weight = np.asarray(matrix.weight).astype(np.float64)
     if matrix.scale is None:
         return weight
     groups = len(matrix.scale)
@@ -43,8 +48,8 @@ def dequantized(matrix: Matrix) -> np.ndarray:
 def magnitudes(matrix: Matrix) -> np.ndarray:
     """Returns the largest terms of each element that a product may add: |value| and |zero|."""
     zero = None if matrix.zero is None else -np.abs(np.asarray(matrix.zero))
-    weight = np.abs(np.asarray(matrix.weight.astype(jnp.float32)))
-    return np.abs(dequantized(matrix._replace(weight=jnp.asarray(weight), zero=zero)))
+    weight = np.abs(np.asarray(matrix.weight).astype(np.float32))
+    return np.abs(dequantized(matrix._replace(weight=weight, zero=zero)))
 
 
 def test_the_kernels_are_available():
@@ -56,7 +61,7 @@ def test_the_kernels_are_available():
 def test_products_equal_those_in_float64(kind, rows):
     rng = np.random.default_rng(0)
     for inputs in (64, 576) + (() if ":" in kind or "int4" in kind else (1, 65, 100)):
-        x = jnp.asarray(rng.standard_normal((*rows, inputs)), jnp.bfloat16)
+        x = put(rng.standard_normal((*rows, inputs)), "bfloat16")
         matrices = [random_matrix(kind, outputs, inputs, rng) for outputs in ((3, 5), (130,), (1,))]
         assert linear.is_supported(x, matrices, inputs)
         results = linear.products(x, matrices, 1, jnp.float32)
@@ -67,7 +72,8 @@ def test_products_equal_those_in_float64(kind, rows):
             assert y.shape == (*rows, *matrix.weight.shape[:-1]) and y.dtype == jnp.float32
             # Errors of a sum are relative to the terms, which may cancel.
             terms = np.abs(np.asarray(x, float)) @ magnitudes(matrix).reshape(-1, inputs).T
-            assert (np.abs(y.reshape(expected.shape) - expected) <= 1e-6 * terms).all()
+            found = np.asarray(y).reshape(expected.shape)
+            assert (np.abs(found - expected) <= 1e-6 * terms).all()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -91,12 +97,12 @@ def test_a_row_has_the_same_bits_in_any_number_of_rows(kind):
         outputs = (int(rng.integers(1, 150)),)
         rows = int(rng.choice([2, 3, 5, 6, 7, 8, 13, 20, 64, 200]))
         dtype = rng.choice(["float32", "bfloat16"])
-        x = jnp.asarray(rng.standard_normal((rows, inputs)), dtype)
+        x = rng.standard_normal((rows, inputs)).astype(jnp.dtype(dtype))
         matrix = random_matrix(kind, outputs, inputs, rng)
         together = np.asarray(linear.products(x, [matrix], 1, jnp.float32)[0])
         for row in {0, rows - 1, int(rng.integers(rows))}:
             alone = linear.products(x[row : row + 1], [matrix], 1, jnp.float32)[0]
-            np.testing.assert_array_equal(alone[0], together[row])
+            np.testing.assert_array_equal(np.asarray(alone)[0], together[row])
         part = linear.products(x[::-1][: rows // 2 + 1], [matrix, matrix], 1, jnp.float32)
         np.testing.assert_array_equal(part[1], together[::-1][: rows // 2 + 1])
 
@@ -110,8 +116,8 @@ def test_rows_of_zeros_have_zeros_and_do_not_change_others(kind):
         x = np.zeros_like(dense)
         x[live] = dense[live]
         for result, alone in zip(
-            linear.products(jnp.asarray(x, jnp.bfloat16), matrices, 1, jnp.float32),
-            linear.products(jnp.asarray(dense, jnp.bfloat16), matrices, 1, jnp.float32),
+            linear.products(put(x, "bfloat16"), matrices, 1, jnp.float32),
+            linear.products(put(dense, "bfloat16"), matrices, 1, jnp.float32),
             strict=True,
         ):
             expected = np.zeros(result.shape, np.float32)

@@ -33,7 +33,7 @@ def sizes(form: str) -> tuple[int, int]:
 
 
 def matrix_of(form: str, rows: np.ndarray) -> Packed:
-    return Packed(jnp.asarray(packed.pack(rows, form)), form, (len(rows),))
+    return Packed(jax.device_put(packed.pack(rows, form)), form, (len(rows),))
 
 
 def dense(form: str, rows: np.ndarray) -> np.ndarray:
@@ -55,10 +55,12 @@ def test_values_are_those_of_the_file(form):
     library = build.library()
     assert library.magicjax_packed_bytes(FORMATS[form].number) == FORMATS[form].bytes
     for xp in (np, jnp):
-        found = packed.dequantize(Packed(xp.asarray(data), form, (3, 16)), xp)
+        found = packed.dequantize(
+            Packed(jax.device_put(data) if xp is jnp else data, form, (3, 16)), xp
+        )
         np.testing.assert_array_equal(np.asarray(found).reshape(48, -1), weight)
     numbers = jnp.asarray([[47, 0], [48, -1]])  # the last two are outside
-    found = packed.rows(Packed(jnp.asarray(data), form, (48,)), numbers)
+    found = packed.rows(Packed(jax.device_put(data), form, (48,)), numbers)
     np.testing.assert_array_equal(found[0], weight[[47, 0]])
     assert not np.asarray(found[1]).any()
 
@@ -148,7 +150,7 @@ def test_products_are_those_of_integers_and_a_row_has_the_same_bits_in_any_compa
 
 
 def products(x, *matrices, dtype=jnp.float32):
-    outs = packed.products(jnp.asarray(x, jnp.float32), matrices, 1, dtype)
+    outs = packed.products(np.asarray(x, np.float32), matrices, 1, dtype)
     return outs[0] if len(outs) == 1 else outs
 
 
