@@ -239,6 +239,9 @@ class Engine:
             raise RuntimeError("warm_up with unfinished requests: call it before submit, or later")
         longest = min(self._templates.capacity - 1, self.config.prefill_chunk + 1)
         params = SamplingParams(max_tokens=1, prompt_logprobs=self.config.logprobs)
+        # These requests draft, whatever the timed rounds are: another program makes their state.
+        can_be_disabled = self._controller.can_be_disabled
+        self._controller = dataclasses.replace(self._controller, can_be_disabled=False)
         for _ in range(2):  # the second one starts from the prefix of the first
             self.submit(np.zeros(longest, np.int32), params)
             self.run()
@@ -254,7 +257,9 @@ class Engine:
         self._prefixes.clear()
         self.forget_texts()
         self._counters = Counters(self._loops)
-        self._controller = dataclasses.replace(self._controller, probes=Probes())
+        self._controller = dataclasses.replace(
+            self._controller, probes=Probes(), can_be_disabled=can_be_disabled
+        )
 
     def forget_texts(self) -> None:
         """Forgets the texts of finished requests that the drafter remembers."""

@@ -63,6 +63,18 @@ def test_greedy_texts_and_caches_do_not_depend_on_the_arms(name, tally):
     assert len(simulated) == sum(isinstance(each, TextLookup) for each in named)
 
 
+def test_warm_up_compiles_the_programs_of_drafts_even_if_plain_decoding_is_faster(monkeypatch):
+    monkeypatch.setattr(Controller, "would_disable", lambda self, *_: self.can_be_disabled)
+    engine = engines.engine("small", CHAIN, adaptive=True, slots=2)
+    engine.warm_up()
+    assert engine._controller.can_be_disabled
+    compiled = program_cache.totals()
+    monkeypatch.setattr(Controller, "would_disable", lambda self, *_: False)
+    for prompt in engines.prompts()[:2]:
+        engine.submit(prompt).result()
+    assert program_cache.totals() == compiled
+
+
 def test_after_plain_rounds_a_draft_model_drafts_for_new_requests_only(tally):
     engine = engines.engine("small", CHAIN, adaptive=True, slots=2, rounds_per_step=1)
     engine.warm_up()
