@@ -14,13 +14,13 @@ from tests.forget import forget_programs
 from tests.magicjax import keywords, oracle, tiny
 from tests.quick import quick
 
-# Every kind of tree and of drafter; "quest" drafts for a target with a quantized cache below. All
-# pairs of drafter and tree for every batch size are the slow test below.
+# Every kind of tree and most drafters; engines run an ensemble and suffix lookup, and "quest"
+# drafts for a target with a quantized cache below. All pairs of drafter and tree for every batch
+# size are the slow test below.
 CASES = [
     ("self", "chain4", 8),
     ("near", "irregular", 8),
     ("near", "dynamic", 8),
-    ("ensemble", "2,2,1", 8),
     ("prompt-lookup", "branches", 3),
     ("eagle", "2,2,1", 8),
     ("cascade", "chain4", 8),

@@ -97,7 +97,10 @@ class Long:
         return engines.engine(name, **options)
 
 
-@pytest.mark.parametrize("name", quick(["streaming", "snapkv", "h2o", "small"], "snapkv"))
+LONG = ["streaming", "snapkv", "h2o", "small", "ensemble"]
+
+
+@pytest.mark.parametrize("name", quick(LONG, "ensemble"))
 def test_long_prompts_are_prefilled_in_pieces_between_calls_of_the_loop(name, tally):
     engine = Long.engine(name, rounds_per_step=1)
     short = engine.submit(engines.prompts()[0])

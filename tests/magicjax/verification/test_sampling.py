@@ -17,9 +17,7 @@ from magicjax.verification.sampling import (
     Sampling,
     accept_or_residual,
     remove_token,
-    sample,
     uniforms,
-    warp,
 )
 from tests.magicjax import keywords, tiny
 from tests.magicjax.decoding.test_joint import warped
@@ -33,6 +31,8 @@ PARAMETERS = [
     (1.0, 1, 1.0),
     (3.0, 99, 0.01),
 ]
+sample, warp = jax.jit(sampling.sample), jax.jit(sampling.warp)
+draw = jax.jit(sampling.draw, static_argnums=(2, 3, 6))
 PARAMETERS = [(*each, min_p) for each in PARAMETERS for min_p in (0.0, 0.2)]
 
 
@@ -51,10 +51,10 @@ def per_row(parameters, filtered=True) -> Sampling:
 
 
 def test_each_row_is_warped_by_its_parameters():
-    rng, warping = np.random.default_rng(0), jax.jit(warp)
+    rng = np.random.default_rng(0)
     for _ in range(20):
         logits = rng.normal(0, 2, (len(PARAMETERS), 3, 9)).astype(np.float32)
-        found = np.asarray(warping(per_row(PARAMETERS), jnp.asarray(logits)))
+        found = np.asarray(warp(per_row(PARAMETERS), logits))
         for row, parameters in enumerate(PARAMETERS):
             for node in range(3):
                 wanted = warped(logits[row, node].astype(np.float64), *parameters)
@@ -70,7 +70,7 @@ def test_filters_that_keep_all_change_nothing_and_unused_ones_cost_nothing():
     logits = jnp.linspace(0, -60, 50)[None]
     for filtered in (False, True):
         assert (warp(per_row([(1.0, 0, 1.0, 0.0)], filtered), logits) > 0).all()
-    text = jax.jit(warp).lower(per_row([(1.0, 0, 1.0, 0.0)], False), logits).as_text()
+    text = warp.lower(per_row([(1.0, 0, 1.0, 0.0)], False), logits).as_text()
     assert "while" not in text
 
 
@@ -125,7 +125,7 @@ def test_draws_have_their_distribution_with_any_default_generator():
         plain = Sampling(ones, ones.astype(jnp.int32) * 0, ones, ones * 0, keys, False, False)
         shared = jnp.broadcast_to(jnp.asarray(q, jnp.float32), (rows, 1, 4))
         for replacement in (True, False):
-            tokens, live = sampling.draw(
+            tokens, live = draw(
                 plain, shared, 2, replacement, jnp.zeros(rows, jnp.int32), jnp.zeros(1, int), 0
             )
             assert live.all()
