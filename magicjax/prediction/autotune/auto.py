@@ -119,7 +119,7 @@ def with_drafters(target: Model, options: RequestOptions) -> RequestOptions:
     """Returns the options, with the settings that choose the tree of one drafter for tree="auto".
 
     Raises:
-      ValueError: there is no drafter, or its cost is not modelled.
+      ValueError: no drafter, or one that the planner does not support.
     """
     if not (isinstance(options.tree, str) and options.tree == "auto"):
         return options

@@ -43,7 +43,7 @@ def name_of(drafter: Drafter) -> str:
     """Returns the text of the drafter.
 
     Raises:
-      ValueError: the cost of such a drafter is not modelled.
+      ValueError: the planner does not support the drafter.
     """
     if not isinstance(drafter, TARGET_DRAFTERS | SmallModel | PromptLookup):
         raise ValueError(
@@ -62,7 +62,7 @@ def make_draft(drafter: Drafter, target: cost_model.Sizes, dtype: Any) -> cost_m
       dtype: of a small model that is a skeleton.
 
     Raises:
-      ValueError: the cost of such a drafter is not modelled, or the target lacks its layers.
+      ValueError: the planner does not support the drafter, or the target lacks its layers.
     """
     name_of(drafter)
     if isinstance(drafter, PromptLookup):
