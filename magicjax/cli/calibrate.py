@@ -196,7 +196,7 @@ def add(commands: Any) -> None:
         help=f"drafters to time: {DRAFTER_SYNTAX}; default: self:streaming with budgets of "
         f"{', '.join(map(str, BUDGETS))}",
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--dtype", choices=DTYPES, help="of all models; default: as stored")
     options.add_weights(parser)
     options.add_activations(parser)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
@@ -233,9 +233,10 @@ def run(arguments: argparse.Namespace) -> None:
         activations=arguments.activations,
         offload=arguments.offload,
     )
+    dtype = str(target.dtype)
     deepest = max(*arguments.nodes, arguments.gamma + 1)
     setup = Setup(target, arguments.backend, new_tokens(deepest))
-    drafters = _drafters(arguments)
+    drafters = _drafters(arguments, dtype)
     options.check_context(arguments.target, max(arguments.context), setup.new_tokens)
     for drafter in (None, *drafters.values()):
         for context in arguments.context:  # reports invalid input before measuring
@@ -243,16 +244,14 @@ def run(arguments: argparse.Namespace) -> None:
             synthetic_request(setup, 1, context, drafter, tree)
     sizes = cost_model.sizes_of(
         target.config,
-        arguments.dtype,
+        dtype,
         arguments.target,
         arguments.offload,
         target.weights,
         target.kv_bits,
     )
-    drafts = {
-        name: make_draft(drafter, sizes, arguments.dtype) for name, drafter in drafters.items()
-    }
-    device = _device(arguments.dtype)
+    drafts = {name: make_draft(drafter, sizes, dtype) for name, drafter in drafters.items()}
+    device = _device(dtype)
     rounds = {name: (drafter, arguments.gamma) for name, drafter in drafters.items()}
     times = {}
     grid = itertools.product(*(sorted({*axis}) for axis in (arguments.batch, arguments.context)))
@@ -272,11 +271,11 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"wrote {out}")
 
 
-def _drafters(arguments: argparse.Namespace) -> dict[str, Drafter]:
+def _drafters(arguments: argparse.Namespace, dtype: str) -> dict[str, Drafter]:
     """Returns the drafters to time, by name."""
     shortest = min(arguments.context)
     names = arguments.drafter or [f"self:streaming:{n}" for n in BUDGETS if n <= shortest]
-    make = functools.partial(load, dtype=arguments.dtype)
+    make = functools.partial(load, dtype=dtype)
     return {name: make_drafter(name, make) for name in names}
 
 

@@ -236,7 +236,7 @@ def resolve_sampling(arguments: argparse.Namespace) -> None:
     if arguments.do_sample and not asked:
         raise ValueError(
             "--do-sample: the target has no generation_config.json that asks for sampling: pass "
-            "--temperature"
+            "--temperature instead"
         )
     for key, default in SAMPLING_OPTIONS.items():
         if getattr(arguments, key) is None:

@@ -59,7 +59,9 @@ def add(commands: Any) -> None:
         "small:llama-3.2-1b:streaming:512 or prompt-lookup; default: "
         f"self:streaming:{BUDGET}, or the drafters of the table",
     )
-    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of models and caches")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="of models and caches; default: that of the device's rates"
+    )
     options.add_weights(parser)
     options.add_activations(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -73,6 +75,7 @@ def run(arguments: argparse.Namespace) -> None:
       ValueError, OSError: invalid input.
     """
     machine = machine_of(arguments)
+    arguments.dtype = arguments.dtype or machine.device.dtype
     model = skeleton(
         arguments.target,
         arguments.dtype,
