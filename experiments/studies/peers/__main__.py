@@ -59,11 +59,7 @@ SPECULATIVE = {"lookup_tokens", "assistant_tokens"}  # which transformers suppor
 # Names in the table of peers that read GGUF files, by module.
 READERS = {"llama": "llama.cpp", "genai": "OpenVINO GenAI"}
 DTYPES = {"genai": "float16"}  # of unquantized files, if it reads no others
-# Arguments of `generate` in these modules.
-READER: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "prompt lookup, 4 tokens": {"lookup_tokens": 4},
-}
+DRAFTED_TOKENS = 4  # at a time, by these modules
 
 Calls = dict[str, Callable[[], Run]]
 
@@ -135,14 +131,30 @@ def reader_calls(
     plain = group[0]
     if not readers or plain.batch > 1:
         return {}
+    arguments: dict[str, dict[str, Any]] = {
+        "plain": {},
+        f"prompt lookup, {DRAFTED_TOKENS} tokens": {"drafted_tokens": DRAFTED_TOKENS},
+    }
+    drafts = {c.model for c in group if c.draft == "small" and is_gguf(c.model)}
+    of_model = [{"drafted_tokens": DRAFTED_TOKENS, "draft": str(stored_file(m))} for m in drafts]
     calls: Calls = {}
     for module, peer in readers.items():
         dtype = DTYPES.get(module, plain.dtype)
         file, weights = gguf_file(plain, dtype, readers["llama"], folder)
         run = functools.partial(run_peer, peer, prompts, plain.new_tokens, weights, file=str(file))
-        for name, setting in READER.items():
+        for name, setting in arguments.items():
             calls[f"{READERS[module]} {name}"] = functools.partial(run, **setting)
+        for setting in of_model if module == "llama" else ():  # OpenVINO reads no GGUF draft
+            name = f"{READERS[module]} draft model, {DRAFTED_TOKENS} tokens"
+            calls[name] = functools.partial(run, **setting)
     return calls
+
+
+def stored_file(source: str) -> pathlib.Path:
+    """Returns the GGUF file of a model."""
+    if source in DOWNLOADS:
+        return checkpoint_directory(source) / DOWNLOADS[source].file
+    return pathlib.Path(source)
 
 
 def gguf_file(
@@ -152,9 +164,7 @@ def gguf_file(
 
     llama.cpp converts them to `dtype` for a cell with `target_weights: none`.
     """
-    stored = pathlib.Path(cell.target)
-    if cell.target in DOWNLOADS:
-        stored = checkpoint_directory(cell.target) / DOWNLOADS[cell.target].file
+    stored = stored_file(cell.target)
     if cell.target_weights != NONE:
         return stored, stored.stem.rpartition(".")[2]
     content = f"{stored.resolve()} {stored.stat().st_size} {stored.stat().st_mtime_ns}"

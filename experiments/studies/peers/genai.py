@@ -44,15 +44,15 @@ def generate(
     prompts: list[list[int]],
     new_tokens: int,
     threads: int,
-    lookup_tokens: int = 0,
+    drafted_tokens: int = 0,
 ) -> dict:
     """Returns the new tokens and time stamps of one greedy call for one prompt."""
     (prompt,) = prompts
-    pipeline = load(file, threads, bool(lookup_tokens))
+    pipeline = load(file, threads, bool(drafted_tokens))
     config = openvino_genai.GenerationConfig()
     config.max_new_tokens, config.ignore_eos, config.do_sample = new_tokens, True, False
-    if lookup_tokens:
-        config.num_assistant_tokens, config.max_ngram_size = lookup_tokens, 3
+    if drafted_tokens:
+        config.num_assistant_tokens, config.max_ngram_size = drafted_tokens, 3
     tokens = np.array([prompt], np.int64)
     inputs = openvino_genai.TokenizedInputs(
         openvino.Tensor(tokens), openvino.Tensor(np.ones_like(tokens))

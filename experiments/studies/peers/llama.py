@@ -6,7 +6,8 @@ import itertools
 import time
 
 import llama_cpp
-from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+import numpy as np
+from llama_cpp.llama_speculative import LlamaDraftModel, LlamaPromptLookupDecoding
 
 VERSIONS = {"llama-cpp-python": llama_cpp.__version__}
 FILE_TYPES = {
@@ -16,13 +17,34 @@ FILE_TYPES = {
 }
 
 
-@functools.lru_cache(maxsize=2)
-def load(file: str, capacity: int, threads: int, lookup_tokens: int) -> llama_cpp.Llama:
-    """Returns a model with a cache of `capacity` tokens."""
-    draft = LlamaPromptLookupDecoding(num_pred_tokens=lookup_tokens) if lookup_tokens else None
-    options = {"n_threads": threads, "n_threads_batch": threads, "draft_model": draft}
-    options["logits_all"] = bool(draft)  # else the array of logits is too short for drafts
-    return llama_cpp.Llama(file, n_ctx=capacity, verbose=False, **options)
+class SmallModel(LlamaDraftModel):
+    """Drafts greedily with another model, whose cache keeps the accepted tokens."""
+
+    def __init__(self, model: llama_cpp.Llama, tokens: int):
+        self.model, self.tokens = model, tokens
+
+    def __call__(self, input_ids, /, **kwargs):
+        room = self.model.n_ctx() - len(input_ids)
+        drafted = self.model.generate(input_ids.tolist(), temp=0.0)
+        return np.array(list(itertools.islice(drafted, min(self.tokens, room))), np.intc)
+
+
+@functools.lru_cache(maxsize=3)
+def load(
+    file: str, capacity: int, threads: int, drafted_tokens: int, draft: str
+) -> llama_cpp.Llama:
+    """Returns a model with a cache of `capacity` tokens.
+
+    It drafts with the model in the file `draft`, or by prompt lookup if that is "".
+    """
+    options = {"n_threads": threads, "n_threads_batch": threads, "n_ctx": capacity}
+    options |= {"verbose": False}
+    if draft:
+        options["draft_model"] = SmallModel(llama_cpp.Llama(draft, **options), drafted_tokens)
+    elif drafted_tokens:
+        options["draft_model"] = LlamaPromptLookupDecoding(num_pred_tokens=drafted_tokens)
+    # Without logits_all the array of logits is too short for drafts.
+    return llama_cpp.Llama(file, logits_all=bool(drafted_tokens), **options)
 
 
 @llama_cpp.llama_log_callback
@@ -47,11 +69,13 @@ def generate(
     prompts: list[list[int]],
     new_tokens: int,
     threads: int,
-    lookup_tokens: int = 0,
+    drafted_tokens: int = 0,
+    draft: str = "",
 ) -> dict:
     """Returns the new tokens and time stamps of one greedy call for one prompt."""
     (prompt,) = prompts
-    model = load(file, len(prompt) + new_tokens + lookup_tokens, threads, lookup_tokens)
+    capacity = len(prompt) + new_tokens + drafted_tokens
+    model = load(file, capacity, threads, drafted_tokens, draft)
     model.reset()  # else the cache of an equal prompt is used again
     begin = time.perf_counter()
     tokens, stamps = [], []

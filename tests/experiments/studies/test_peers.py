@@ -6,6 +6,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
+from experiments.schema import config, grid
 from experiments.studies.peers import __main__ as peers
 from experiments.studies.peers.process import run_peer
 
@@ -114,13 +115,31 @@ def test_peers_read_the_values_of_the_target_or_its_stored_weights(main, tmp_pat
     lines = "target: smollm2\nprompts: docs\ngrid: {target_weights: [none, '']}"
     rows, _ = main(lines, "--environments", str(tmp_path))
     found = {(r["method"], r["weights"]) for r in rows if not r["method"].startswith("magicjax")}
-    names = [f"{peer} {how}" for peer in peers.READERS.values() for how in peers.READER]
+    ways = ["plain", "prompt lookup, 4 tokens"]
+    names = [f"{peer} {how}" for peer in peers.READERS.values() for how in ways]
     unquantized = {name: "float16" if "OpenVINO" in name else "float32" for name in names}
     assert found == {*unquantized.items(), *((name, "Q4_1") for name in names)}
     requests = [r for peer in ScriptedPeer.made for r in peer.requests if "out" not in r]
     names = {re.sub("-[0-9a-f]{8}[.]", ".", pathlib.Path(r["file"]).name) for r in requests}
     stored = "SmolLM2-135M-Instruct.Q4_1"
     assert names == {f"{stored}{end}.gguf" for end in ("", ".float32", ".float16")}
+
+
+def test_peers_draft_with_the_file_of_the_small_model(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "checkpoint_directory", tmp_path.joinpath)
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "target: qwen2.5-coder-1.5b\n"
+        "methods: [{drafter: 'small:qwen2.5-coder-0.5b', tree: chain:4}]"
+    )
+    (group,) = grid.groups(config.from_command_line([str(path)], "peers"))
+    peer = ScriptedPeer(tmp_path, "llama")
+    calls = peers.reader_calls({"llama": peer}, group, [[0] * 8], tmp_path)
+    calls["llama.cpp draft model, 4 tokens"]()
+    (request,) = peer.requests
+    assert request["drafted_tokens"] == 4
+    files = [pathlib.Path(request[name]).parent.name for name in ("file", "draft")]
+    assert files == ["qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"]
 
 
 def test_the_table_divides_by_plain_decoding():
