@@ -155,10 +155,19 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> QuantizationConfig:
                 f"quantization_config has {name}={value!r}, which is not supported: "
                 "load a checkpoint without it"
             )
-    blocks = {tuple((group.get("weights") or {}).get("block_structure") or ()) for group in groups}
+    blocks = {_block((group.get("weights") or {}).get("block_structure")) for group in groups}
     if len(blocks) > 1:
         raise _unsupported("several values of block_structure", sorted(blocks), ("one of them",))
     return QuantizationConfig("compressed-tensors", block=next(iter(blocks), None) or None)
+
+
+def _block(structure: str | Sequence[int] | None) -> tuple[int, ...]:
+    """Returns the sides of a block, which are a list or a text such as "128x128"."""
+    sides = structure.split("x") if isinstance(structure, str) else structure or ()
+    try:
+        return tuple(int(side) for side in sides)
+    except ValueError:
+        raise _unsupported("block_structure", structure, ("two numbers",)) from None
 
 
 def gather(stored: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
@@ -456,13 +465,39 @@ def _read_gptq(
     """AutoGPTQ's layout: values in words of inputs, zero points in words of outputs."""
     words = parts["qweight"]
     bits = _bits(len(words), inputs)
-    zeros = (_unpack(parts["qzeros"], bits) + quantization.zero_offset) & (2**bits - 1)
-    values, zeros = _signed(_unpack(words.T, bits), bits), _signed(zeros.T, bits)
-    if quantization.symmetric and zeros.any():
+    values, stored = _signed(_unpack(words.T, bits), bits), _unpack(parts["qzeros"], bits)
+
+    def zeros(offset: int) -> np.ndarray:
+        return _signed(((stored + offset) & (2**bits - 1)).T, bits)
+
+    offset, other = quantization.zero_offset, 1 - quantization.zero_offset
+    if not quantization.symmetric:
+        _check_offset(values, zeros(offset), zeros(other), offset)
+        return Matrix(values, parts["scales"].T, zeros(offset), bits)
+    if zeros(offset).any() and zeros(other).any():  # some files name the other format
         raise ValueError(
             "it has zero points, and quantization_config has sym=true: set it to false"
         )
-    return Matrix(values, parts["scales"].T, None if quantization.symmetric else zeros, bits)
+    return Matrix(values, parts["scales"].T, None, bits)
+
+
+def _check_offset(values: np.ndarray, zeros: np.ndarray, others: np.ndarray, offset: int) -> None:
+    """Raises ValueError if zero points must be read as those of the other format.
+
+    The weights of a matrix have a mean near 0, and one step more or less moves it by a scale.
+    """
+    if len(values) != len(zeros) or values.shape[1] % zeros.shape[1]:
+        return  # `_check` reports it
+    means = values.reshape(*zeros.shape, -1).mean(-1)
+    here, there = (means - x for x in (zeros, others))
+    error = here.std() / here.size**0.5
+    if abs(here.mean()) > max(0.75, 5 * error) and abs(there.mean()) < 0.25:
+        formats = "gptq_v2", "gptq"
+        raise ValueError(
+            f"its weights have a mean of {here.mean():.2f} scales with zero points as in the "
+            f"format {formats[offset]!r}, and of {there.mean():.2f} as in {formats[1 - offset]!r}: "
+            f"set checkpoint_format of quantization_config to {formats[1 - offset]!r}"
+        )
 
 
 def _bits(words: int, values: int) -> int:

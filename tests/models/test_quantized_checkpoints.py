@@ -359,6 +359,41 @@ def test_damaged_checkpoints_are_refused(case, tmp_path):
         models.load_checkpoint(changed(tmp_path, name, change))
 
 
+@pytest.mark.parametrize("stored", [7, 8])
+@pytest.mark.parametrize("kind", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_zero_points_of_the_other_format_are_found_by_their_values(stored, kind, symmetric):
+    """GPTQModel wrote those of "gptq_v2" under the name "gptq", and readers made wrong weights."""
+    q = np.clip(np.random.default_rng(0).normal(8, 2, (32, 32)).round(), 0, 15).astype(int)
+    parts = {
+        "qweight": layouts.pack_columns(q, 4),
+        "qzeros": layouts.pack_rows(np.full((4, 32), stored), 4),
+        "scales": np.ones((4, 32), np.float16),
+    }
+
+    def read(kind):
+        settings = layouts.GPTQ | {"sym": symmetric, "checkpoint_format": kind}
+        quantization = checkpoints.read_quantization_config(settings)
+        return checkpoints.read_matrix(quantization, parts, (32, 32)).dequantized()
+
+    right = {7: "gptq", 8: "gptq_v2"}[stored]
+    if not symmetric and kind != right:
+        with pytest.raises(ValueError, match=f"set checkpoint_format .* to '{right}'"):
+            read(kind)
+        kind = right
+    np.testing.assert_array_equal(read(kind), (q - 8).T)
+
+
+def test_blocks_are_lists_or_texts():
+    def block(structure):
+        settings = layouts.group_config("float-quantized", 8, block_structure=structure)
+        return checkpoints.read_quantization_config(settings).block
+
+    assert block([128, 64]) == block("128x64") == (128, 64) and block(None) is None
+    with pytest.raises(ValueError, match="block_structure='large'"):
+        block("large")
+
+
 HARMLESS = [
     ("awq", group_size(None), "int4:8+zeros"),
     ("gptq", tensor(f"{OUT}.bias", np.zeros(32, np.float16)), "int4:8+zeros"),  # by AutoGPTQ
