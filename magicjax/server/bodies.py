@@ -43,7 +43,6 @@ NEUTRAL_MESSAGE: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),
     "audio": (),
     "function_call": (),
-    "name": (),
     "refusal": (),
 }
 
@@ -124,7 +123,7 @@ class _Body(_Object):
             f"{MAX_STOP_CHARACTERS} characters each",
         )
     )
-    max_tokens: int | None = Field(None, ge=1, description="a whole number, 1 or more")
+    max_tokens: int | None = Field(None, ge=0, description="a whole number, 0 or more")
     ignore_eos: bool | None = Field(None, description="true or false")
     speculative: bool | None = Field(None, description="true or false")
     stream: bool | None = Field(None, description="true or false")
@@ -190,6 +189,7 @@ class CalledFunction(_Object):
 
 
 class ToolCall(_Object):
+    index: int | None = None  # of a chunk of a stream, which clients send back
     id: str
     type: Literal["function"]
     function: CalledFunction
@@ -198,6 +198,8 @@ class ToolCall(_Object):
 class Message(_Object):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], _Fast] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
     tool_calls: Annotated[list[ToolCall], _Fast] | None = None
     tool_call_id: str | None = None
 
@@ -214,7 +216,7 @@ class ChatBody(_Body):
         min_length=1,
         description="a list of messages, each with a role (system, developer, user, "
         "assistant or tool) and a content (a text, or a list of parts of type text), of assistants "
-        "also tool_calls, and of tools a tool_call_id",
+        "also tool_calls and reasoning_content, and of tools a tool_call_id",
     )
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), _Fast] | None = Field(
         None,
@@ -302,6 +304,10 @@ def _as_api_error(error: pydantic.ValidationError, kind: Any, value: dict[str, A
             code="unknown_parameter",
         )
     description = fields[name].description
+    if first["type"] == "extra_forbidden":
+        where = "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in inner)
+        message = f"unknown field {_shown(name + where)}: omit it"
+        return ApiError(400, message, param=name, code="unknown_parameter")
     if first["type"] == "missing" and not inner:
         return ApiError(400, f"{name} is missing: it must be {description}", param=name)
     where = f" (at {'.'.join(inner)})" if name in WITH_PATHS and inner else ""

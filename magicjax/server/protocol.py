@@ -75,6 +75,7 @@ class Generation:
       include_usage: whether a stream ends with the counts of tokens.
       continuous_usage: whether every event of the stream has the counts so far.
       echo: of each prompt, the text before the answer; None: none.
+      echo_only: whether there is no answer, although the engine makes a token.
       fields: the body's fields for parameters of other names.
       tools: that the texts may call; None: all text is content.
     """
@@ -88,6 +89,7 @@ class Generation:
     include_usage: bool
     continuous_usage: bool
     echo: list[str] | None
+    echo_only: bool
     fields: Mapping[str, str]
     tools: Tools | None = None
 
@@ -113,9 +115,12 @@ def parse_completion(data: bytes, served: Served) -> Generation:
             _check_characters(len(one), "prompt", served)
     prompts = _tokens(lambda: token_ids(served.target, prompt), "prompt")
     limit = body.max_tokens
+    if limit == 0 and not body.echo:
+        raise ApiError(400, "max_tokens=0 requires echo=true", param="max_tokens")
     if limit is None:  # the client's choice can be refused, the default cannot
         room = served.capacity - max(map(len, prompts))
-        limit = max(1, min(COMPLETION_TOKENS, served.config.max_tokens, room))
+        limit = min(COMPLETION_TOKENS, served.config.max_tokens, room)
+    limit = max(1, limit)
     params = _params(body, served, {}, limit, body.logprobs, body.logprobs if body.echo else None)
     generation = _generation(body, served, prompts, n, params, {})
     if not body.echo:
@@ -124,7 +129,7 @@ def parse_completion(data: bytes, served: Served) -> Generation:
         raise ApiError(400, "echo=true with stream=true is not supported: omit one", param="echo")
     decode = served.target.tokenizer.decode
     texts = [each if isinstance(each, str) else decode(each) for each in prompt]
-    return dataclasses.replace(generation, echo=texts)
+    return dataclasses.replace(generation, echo=texts, echo_only=body.max_tokens == 0)
 
 
 def parse_chat(data: bytes, served: Served) -> Generation:
@@ -138,14 +143,18 @@ def parse_chat(data: bytes, served: Served) -> Generation:
         raise ApiError(400, "the model has no chat template: use /v1/completions")
     n = _checked_count(body, 1, served.config)
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    if None not in (body.max_tokens, body.max_completion_tokens):
+    if body.max_tokens not in (None, getattr(body, field)):
         raise ApiError(
-            400, "max_tokens and max_completion_tokens exclude each other", param="max_tokens"
+            400,
+            f"max_tokens={body.max_tokens} and max_completion_tokens={body.max_completion_tokens} "
+            "differ: give one",
+            param="max_tokens",
         )
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs requires logprobs=true", param="top_logprobs")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    limit = getattr(body, field)
+    if (limit := getattr(body, field)) == 0:
+        raise ApiError(400, f"{field}=0: it must be 1 or more", param=field)
     fields = {"max_tokens": field, "logprobs": "top_logprobs"}
     tokenizer, kwargs = served.target.tokenizer, body.chat_template_kwargs
     messages = tool_calls.template_messages(body.messages)
@@ -192,6 +201,7 @@ def _generation(
         include_usage=bool(stream_options.include_usage),
         continuous_usage=bool(stream_options.continuous_usage_stats),
         echo=None,
+        echo_only=False,
         fields=fields,
     )
 

@@ -173,7 +173,7 @@ def envelope(generation: Generation) -> dict[str, Any]:
     return dict(id=identifier, object=kind, created=int(time.time()), model=model)
 
 
-def usage(results: Sequence[Result], n: int) -> dict[str, Any]:
+def usage(results: Sequence[Result], n: int, echo_only: bool = False) -> dict[str, Any]:
     """Returns the counts of tokens of an answer; the prompt of n samples counts once.
 
     Accepted tokens are those of the answer without one for prefill and one for each round. So
@@ -181,7 +181,7 @@ def usage(results: Sequence[Result], n: int) -> dict[str, Any]:
     """
     stats = [result.stats for result in results]
     prompt = sum(one.prompt_tokens for one in stats[::n])
-    new = sum(one.new_tokens for one in stats)
+    new = 0 if echo_only else sum(one.new_tokens for one in stats)
     accepted = sum(max(0, one.new_tokens - 1 - one.rounds) for one in stats)
     details = dict(
         accepted_prediction_tokens=accepted,
@@ -202,10 +202,13 @@ def answer(generation: Generation, texts: TokenText, results: Sequence[Result]) 
     choices = []
     for index, r in enumerate(results):
         before = None if generation.echo is None else made.echo(index, generation, r)
+        if before is not None and generation.echo_only:
+            choices.append(before | {"finish_reason": "length"})
+            continue
         result = r.text or "", r.tokens, r.logprobs, r.finish_reason
         for choice in made.choices(index, *result, stream=False):
             choices.append(choice if before is None else _joined(before, choice))
-    counts = usage(results, generation.n)
+    counts = usage(results, generation.n, generation.echo_only)
     return envelope(generation) | {"choices": choices, "usage": counts}
 
 

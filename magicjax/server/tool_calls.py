@@ -168,6 +168,9 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         fields: dict[str, Any] = dict(role=role, content=message.text)
         if role == "developer":
             fields["role"] = "system"
+        for given in ("name", "reasoning_content"):
+            if (value := getattr(message, given)) is not None:
+                fields[given] = value
         if message.content is None and not message.tool_calls:
             _refuse(f"{where} has no content: it must be a text, or parts of type text", "messages")
         if message.tool_calls:
@@ -390,7 +393,7 @@ def _is_special(tokenizer: Any, text: str) -> bool:
 
 
 def _parsed(arguments: str, where: str) -> dict[str, Any]:
-    parsed = _json(arguments)
+    parsed = _json(arguments or "{}")
     if not isinstance(parsed, dict):
         _refuse(f"{where}.function.arguments must be the JSON text of an object", "messages")
     return parsed

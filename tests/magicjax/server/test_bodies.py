@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from magicjax import EngineConfig, SamplingParams
-from magicjax.server import bodies, protocol
+from magicjax.server import bodies, protocol, tool_calls
 from magicjax.server.errors import ApiError
 from magicjax.server.protocol import Generation, Served
 from tests.magicjax.server import serving
@@ -126,6 +126,7 @@ def test_wrong_values_are_refused_by_name(path, field, value, text):
         ("prompt", ["a"] * 9, "9 prompts with n=1 are 9 requests, and the queue holds 8"),
         ("logprobs", 4, "logprobs=4: the server returns at most 3; request fewer"),
         ("best_of", 2, "best_of=2 is not supported: omit best_of"),
+        ("max_tokens", 0, "max_tokens=0 requires echo=true"),
     ],
 )
 def test_wrong_completions_are_refused_by_name(field, value, text):
@@ -144,13 +145,14 @@ def test_wrong_completions_are_refused_by_name(field, value, text):
             "parts of type text",
         ),
         (
-            dict(messages=[{"role": "user", "content": "x", "name": "me"}]),
-            "messages[0].name='me' is not supported: omit name",
+            dict(messages=[{"role": "user", "content": "x", "nom": "me"}]),
+            "unknown field 'messages[0].nom': omit it",
         ),
         (dict(tools=[{"type": "function"}]), "tools=[{'type': 'function'}] (at 0.function): it"),
         (dict(top_logprobs=2), "top_logprobs requires logprobs=true"),
         (dict(logprobs=True, top_logprobs=4), "top_logprobs=4: the server returns at most 3"),
-        (dict(max_completion_tokens=2), "max_tokens and max_completion_tokens exclude each other"),
+        (dict(max_completion_tokens=2), "max_tokens=1 and max_completion_tokens=2 differ"),
+        (dict(max_tokens=0), "max_tokens=0: it must be 1 or more"),
     ],
 )
 def test_wrong_chats_are_refused_by_name(fields, text):
@@ -212,8 +214,29 @@ def test_fields_are_parameters_of_the_text():
 
 def test_an_answer_can_be_sent_back_as_the_client_dumps_it():
     answer = {"role": "assistant", "content": "hi", "refusal": None, "annotations": []}
-    answer |= {"audio": None, "function_call": None, "tool_calls": None}
+    answer |= {"audio": None, "function_call": None, "tool_calls": None, "reasoning_content": None}
     assert parse("chat/completions", messages=[*CHAT["messages"], answer, *CHAT["messages"]])
+
+
+def test_calls_that_a_client_joined_from_chunks_can_be_sent_back():
+    call = {"index": 0, "id": "1", "type": "function", "function": {"name": "f", "arguments": ""}}
+    messages = [
+        {"role": "user", "content": "x", "name": "me"},
+        {"role": "assistant", "tool_calls": [call], "reasoning_content": "f it is"},
+        {"role": "tool", "tool_call_id": "1", "name": "f", "content": "2"},
+    ]
+    asked, called, result = tool_calls.template_messages(
+        bodies.parse_chat({"messages": messages}).messages
+    )
+    assert asked["name"] == "me" and called["reasoning_content"] == "f it is"
+    function = {"name": "f", "arguments": {}}
+    assert called["tool_calls"] == [{"id": "1", "type": "function", "function": function}]
+    assert result == dict(role="tool", content="2", tool_call_id="1", name="f")
+
+
+def test_settings_that_agree_are_accepted():
+    same = parse("chat/completions", max_tokens=2, max_completion_tokens=2, top_logprobs=0)
+    assert same.params.max_tokens == 2 and same.params.logprobs is None
 
 
 @pytest.mark.parametrize(

@@ -197,6 +197,10 @@ def test_a_prompt_is_echoed_with_its_log_probabilities(target, client):
         assert found.text_offset[0] == 0 and len(found.text_offset) == len(found.tokens)
     (choice,) = completion(client, tokens[:1], logprobs=0, echo=True, max_tokens=1).choices
     assert choice.logprobs.token_logprobs[0] is None and len(choice.logprobs.tokens) == 2
+    only = completion(client, tokens, logprobs=0, echo=True, max_tokens=0)
+    (choice,) = only.choices
+    assert choice.text == target.tokenizer.decode(tokens) and choice.finish_reason == "length"
+    assert len(choice.logprobs.tokens) == len(tokens) and only.usage.completion_tokens == 0
     with pytest.raises(openai.BadRequestError, match="echo=true with stream=true"):
         completion(client, PROMPTS[0], echo=True, stream=True)
 
