@@ -41,8 +41,18 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--mutation", help="make this wrong change of `tests/mutations.py` to the core"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Empties a program cache that is too large, and disables optimizations for quick tests."""
+    if config.option.mutation:
+        from tests import mutations
+
+        mutations.apply(config.option.mutation)
     is_worker = hasattr(config, "workerinput")
     if not is_worker and sum(path.stat().st_size for path in PROGRAMS.glob("*")) > LARGEST:
         shutil.rmtree(PROGRAMS)
