@@ -46,7 +46,7 @@ gpu tpu: ## measure everything that needs an NVIDIA GPU or a TPU, with a python3
 
 test: ## run the quick test suite
 	@tools/setup_env.sh .venv test
-	@.venv/bin/python -m pytest $(PARALLEL) $(ARGS)
+	@.venv/bin/python -m pytest $(PARALLEL) --failed-first --new-first $(ARGS)
 
 test-slow: ## run the slow tests
 	@tools/setup_env.sh .venv test
