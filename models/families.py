@@ -28,6 +28,7 @@ class Family:
       defaults: Hugging Face's defaults of keys that config.json omits.
       fixed: keys of which only some values are supported, and those values.
       ignored: keys without effect, in addition to `hf_config.HARMLESS`.
+      aliases: other names of keys, by which Hugging Face reads them too.
       rope_kinds: the kinds of `Rope` that the family has.
       grouped_qkv: a fused tensor "qkv" has the q, k, v of one KV head after those of another;
         False: all q, all k, all v.
@@ -43,6 +44,7 @@ class Family:
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fixed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     rope_kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     grouped_qkv: bool = False
     transposed: bool = False
@@ -162,6 +164,12 @@ _GPT2_KEYS = {
     "layer_norm_epsilon": "norm_eps",
     "tie_word_embeddings": "tie_embeddings",
 }
+_GPT2_ALIASES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
 _GPT2_NAMES = {
     "embedding": "transformer.wte",
     "position_embedding": "transformer.wpe",
@@ -255,6 +263,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             },
             fixed=_SILU,
             ignored=_TRAINING,
+            aliases={"num_experts": "num_local_experts"},
         ),
         "qwen3_moe": Family(
             "Qwen3MoeForCausalLM",
@@ -267,22 +276,25 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 **{key: field for key, field in _LLAMA_KEYS.items() if key != "intermediate_size"},
                 "moe_intermediate_size": "intermediate_size",
                 "attention_bias": ("qkv_bias", "out_bias"),
+                "num_experts": "num_experts",
                 "num_experts_per_tok": "experts_per_token",
                 "norm_topk_prob": "normalize_experts",
             },
             settings={"qk_norm": True},
-            parts=("rope", "experts", "switched_window"),
+            parts=("rope", "switched_window"),
             defaults={
                 **_QWEN_DEFAULTS,
                 "num_key_value_heads": 4,
                 "attention_bias": False,
                 "moe_intermediate_size": 768,
+                "num_experts": 128,
                 "num_experts_per_tok": 8,
                 "norm_topk_prob": False,
             },
             fixed={**_SILU, "decoder_sparse_step": (1,), "mlp_only_layers": ([], ())},
             # Of layers without experts, and of windows in other families.
             ignored=(*_TRAINING, "intermediate_size", "max_window_layers"),
+            aliases={"num_local_experts": "num_experts"},
         ),
         "gpt_oss": Family(
             "GptOssForCausalLM",
@@ -330,6 +342,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             },
             fixed={**_SILU, "swiglu_alpha": (1.702,)},
             ignored=(*_TRAINING, "experts_per_token", "initial_context_length"),
+            aliases={"num_experts": "num_local_experts"},
         ),
         "gemma2": Family(
             "Gemma2ForCausalLM",
@@ -418,7 +431,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             settings=_GPT2_SETTINGS,
             mlp_ratio=4,
             defaults={**_GPT2_DEFAULTS, "activation_function": "gelu_new"},
-            fixed={"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,)},
+            fixed={
+                "scale_attn_weights": (True,),
+                "scale_attn_by_inverse_layer_idx": (False,),
+                "add_cross_attention": (False,),
+            },
+            aliases=_GPT2_ALIASES,
             transposed=True,
         ),
         "gpt_bigcode": Family(
@@ -429,8 +447,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             parts=("multi_query",),
             mlp_ratio=4,
             defaults={**_GPT2_DEFAULTS, "activation_function": "gelu_pytorch_tanh"},
-            fixed={"scale_attn_weights": (True,)},
+            fixed={"scale_attn_weights": (True,), "add_cross_attention": (False,)},
             ignored=("num_key_value_heads",),  # follows from multi_query
+            aliases=_GPT2_ALIASES,
             grouped_qkv=True,
         ),
         "starcoder2": Family(
@@ -457,11 +476,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "norm_epsilon": 1e-5,
                 "use_bias": True,
                 "tie_word_embeddings": True,
-            },
-            fixed={
-                "scale_attn_weights": (True,),
-                "norm_type": ("layer_norm",),
-                "mlp_type": ("default",),
             },
             ignored=("activation_function", "layer_norm_epsilon"),
         ),
@@ -497,7 +511,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "bias": False,
                 "tie_word_embeddings": True,
             },
-            fixed={"apply_residual_connection_post_layernorm": (False,)},
+            aliases={"n_embed": "hidden_size"},
             grouped_qkv=True,
         ),
         "mpt": Family(
@@ -539,11 +553,17 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "expansion_ratio": (4,),
                 "no_bias": (True,),
                 "norm_type": ("low_precision_layernorm", "layernorm"),
+                "logit_scale": (None,),
             },
             ignored=(
                 *("embedding_fraction", "init_config", "init_device", "tokenizer_name", "verbose"),
                 "learned_pos_emb",  # ALiBi replaces them
             ),
+            aliases={
+                "hidden_size": "d_model",
+                "num_attention_heads": "n_heads",
+                "num_hidden_layers": "n_layers",
+            },
         ),
         "phi3": Family(
             "Phi3ForCausalLM",
@@ -560,14 +580,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "original_max_position_embeddings": 4096,
                 "rms_norm_eps": 1e-5,
             },
-            fixed={
-                **_SILU,
-                "attention_bias": (False,),
-                "mlp_bias": (False,),
-                "lm_head_bias": (False,),
-                "full_attn_mod": (1,),
-                "interpolate_factor": (1,),
-            },
+            fixed=_SILU,
             rope_kinds=("default", "longrope"),
         ),
     }

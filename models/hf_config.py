@@ -1,11 +1,14 @@
 """Converts between Hugging Face's config.json and this package's configs.
 
-Every key is read, known to have no effect on inference, or an error. An ignored setting would
-result in a model that is slightly wrong.
+A key that Hugging Face's config class declares, or its model reads, is read here, known to have no
+effect on inference, or has only supported values: others are errors, because ignoring them would
+result in a model that is slightly wrong. Keys that Hugging Face does not know are ignored and
+logged. The tests compare the lists of keys with the installed transformers.
 """
 
 import dataclasses
-import difflib
+import functools
+import logging
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,35 +17,44 @@ from models.decoder import DecoderConfig
 from models.families import FAMILIES, TEXT_DECODERS, family_config
 from models.positions import Alibi, Rope
 
+logger = logging.getLogger(__name__)
+
 # Keys without effect on the forward pass at inference.
 HARMLESS = frozenset(
     """
-    _attn_implementation _flash_attn_2_enabled _name_or_path activation_dropout architectures
-    attention_dropout attention_softmax_in_fp32 attn_implementation attn_pdrop auto_map
-    bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward
+    _attn_implementation _attn_implementation_autoset _flash_attn_2_enabled _name_or_path
+    _num_labels activation_dropout add_cross_attention architectures attention_dropout
+    attention_softmax_in_fp32 attn_implementation attn_pdrop auto_map bad_words_ids
+    begin_suppress_tokens bos_token_id chunk_size_feed_forward classifier_dropout
     decoder_start_token_id diversity_penalty do_sample dropout dtype early_stopping emb_pdrop
     embd_pdrop embedding_dropout encoder_no_repeat_ngram_size eos_token_id
     exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
-    hidden_dropout id2label inference_runner init_std initializer_range is_decoder label2id
-    layerdrop length_penalty max_batch_size max_length max_sequence_length min_length n_ctx
-    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
-    output_hidden_states output_projection output_scores pad_key_length pad_token_id
-    pre_allocate_kv_cache prefix pretraining_tp problem_type remove_invalid_values
-    reorder_and_upcast_attn repetition_penalty resid_pdrop residual_dropout return_dict
-    return_dict_in_generate scale_attention_softmax_in_fp32 sep_token_id summary_activation
-    summary_first_dropout summary_proj_to_labels summary_type summary_use_proj suppress_tokens
-    task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k
-    top_p torch_dtype torchscript transformers_version typical_p use_bfloat16 use_cache
+    gradient_checkpointing hidden_dropout id2label inference_runner init_std initializer_range
+    is_decoder label2id layerdrop length_penalty max_batch_size max_length max_sequence_length
+    min_length n_ctx no_repeat_ngram_size num_beam_groups num_beams num_labels
+    num_return_sequences output_attentions output_hidden_states output_projection output_scores
+    pad_key_length pad_token_id pre_allocate_kv_cache prefix pretraining_tp problem_type
+    pruned_heads remove_invalid_values reorder_and_upcast_attn repetition_penalty resid_pdrop
+    residual_dropout return_dict return_dict_in_generate scale_attention_softmax_in_fp32
+    sep_token_id summary_activation summary_first_dropout summary_last_dropout
+    summary_proj_to_labels summary_type summary_use_proj suppress_tokens task_specific_params
+    temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype
+    torchscript transformers_version typical_p use_bfloat16 use_cache use_mrope
     validate_runner_input
     """.split()
 )
-# Keys of which only some values are supported in all families, and those values.
+# Keys of which only some values are supported by families that do not read them, and those values:
+# of a list, every entry must be one.
 FIXED: dict[str, tuple[Any, ...]] = {
-    "partial_rotary_factor": (1.0,),
-    "use_mrope": (False,),
+    "attention_chunk_size": (None,),
+    "is_causal": (True,),
     "is_encoder_decoder": (False,),
-    "add_cross_attention": (False,),
-    "pruned_heads": ({},),
+    "kv_sharing_modes": (None,),
+    "layer_types": ("full_attention",),
+    "partial_rotary_factor": (1.0,),
+    "per_layer_config": ({},),
+    "quantization_config": (None,),
+    "sliding_window": (None,),
 }
 # Fields that have no default; those that depend on others have one in `family_config`.
 REQUIRED = {
@@ -109,8 +121,8 @@ ATTN_CONFIG = {
     "attn_type": ("multihead_attention",),
     "prefix_lm": (False,),
     "qk_ln": (False,),
+    "softmax_scale": (None,),
 }
-EXPERTS = ("num_experts", "num_local_experts")
 FULL, SLIDING = "full_attention", "sliding_attention"  # the values of layer_types
 ATTN_IGNORED = ("attn_impl", "attn_uses_sequence_id", "model_type")
 
@@ -122,7 +134,6 @@ KEY_TYPES: dict[str, type] = {
     **dict.fromkeys(("rope_local_base_freq", "query_pre_attn_scalar"), float),
     **dict.fromkeys(("original_max_position_embeddings", "sliding_window"), int),
     **dict.fromkeys(("max_window_layers", "num_kv_heads", "num_ln_in_parallel_attn"), int),
-    **dict.fromkeys(EXPERTS, int),
     **dict.fromkeys(("sliding_window_pattern", "_sliding_window_pattern"), int),
     **dict.fromkeys(("use_sliding_window", "_remove_final_layer_norm", "multi_query"), bool),
     **dict.fromkeys(("alibi", "new_decoder_architecture", "parallel_attn"), bool),
@@ -155,8 +166,18 @@ def check_type(name: str, value: Any, kind: type, file: str = "config.json") -> 
         raise ValueError(f"{name}={value!r} must be {TYPE_NAMES[kind]}: correct {file}")
 
 
+@functools.cache
+def log_ignored(where: str, keys: tuple[str, ...]) -> None:
+    """Logs keys that have no effect, once for all loads of a file."""
+    logger.warning(
+        "%s has settings that are ignored, as transformers does not read them: %s",
+        where,
+        ", ".join(keys),
+    )
+
+
 class _Reader:
-    """Settings of a file, with a record of the keys that were read, to refuse the others."""
+    """Settings of a file, with a record of the keys that were read, to check the others."""
 
     def __init__(
         self,
@@ -185,26 +206,28 @@ class _Reader:
             raise ValueError(f"{self.name} lacks {key!r}, which has no default: add it")
         return value
 
-    def refuse_unread(self) -> None:
-        """Raises ValueError if a key was not read and may have an effect; lists all such keys."""
-        problems = []
+    def check_unread(self) -> None:
+        """Raises ValueError for values that are not supported, and logs keys that are not known."""
+        problems, unknown = [], []
         for key, value in sorted(self.raw.items()):
-            if value is None or key in self.read or key in self.ignored:
+            if value is None or key in self.read:
                 continue
             if key in self.fixed:
-                if value not in self.fixed[key]:
-                    allowed = " or ".join(repr(x) for x in self.fixed[key])
-                    problems.append(f"{key}={value!r} is not supported: it must be {allowed}")
-                continue
-            near = difflib.get_close_matches(key, self.read, 1)
-            hint = f" (the nearest known key is {near[0]!r})" if near else ""
-            problems.append(f"{key}={value!r} is not known{hint}")
+                allowed = self.fixed[key]
+                entries = value if isinstance(value, list) else [value]
+                if value not in allowed and not all(entry in allowed for entry in entries):
+                    values = " or ".join(map(repr, allowed))
+                    problems.append(f"{key}={value!r} is not supported: it must be {values}")
+            elif key not in self.ignored:
+                unknown.append(key)
         if problems:
             raise ValueError(
                 f"{self.name} has settings that are not supported: "
                 + "; ".join(problems)
                 + ". Remove such a key only if the model computes the same without it"
             )
+        if unknown:
+            log_ignored(self.name, tuple(unknown))
 
 
 def drafter_head(kind: str) -> str:
@@ -226,8 +249,10 @@ def _refuse_heads(raw: Mapping[str, Any]) -> None:
 def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
     """Returns the config of a config.json's contents.
 
-    Raises ValueError for an unknown `model_type`, missing or unknown keys, unsupported values, and
-    inconsistent sizes.
+    Keys that Hugging Face does not read are ignored, with one line in the log of this module.
+
+    Raises ValueError for an unknown `model_type`, missing keys, unsupported values and inconsistent
+    sizes.
     """
     _refuse_heads(raw)
     name: Any = raw.get("model_type")
@@ -245,13 +270,15 @@ def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
                 f"architectures names {architecture!r}: for model_type={name!r} it must be {whole}"
             )
     fixed = FIXED | dict(family.fixed)
+    raw = _without_aliases(raw, family.aliases)
     reader = _Reader(raw, family.defaults, fixed, family.ignored, family.rope_kinds)
     reader.read.add("model_type")
     settings: Settings = {}
     for key in family.keys:
         fields = family.fields(key)
         needed = REQUIRED - {"intermediate_size"} if family.mlp_ratio else REQUIRED
-        value = reader.need(key) if needed.intersection(fields) else reader.get(key)
+        unset = False if family.defaults.get(key) is False else None  # null, as it is false too
+        value = reader.need(key) if needed.intersection(fields) else reader.get(key, unset)
         if value is None and key in raw and fields[0] not in OPTIONAL:
             raise ValueError(
                 f"{key} is null: it must be {TYPE_NAMES[FIELD_TYPES[fields[0]]]}; without the key "
@@ -263,8 +290,26 @@ def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
     for part in family.parts:
         settings |= PARTS[part].read(reader, settings)
     config = family_config(name, **settings)
-    reader.refuse_unread()
+    reader.check_unread()
     return config
+
+
+def _without_aliases(raw: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the settings with each alias under the key that it stands for.
+
+    Raises ValueError if both are there and differ.
+    """
+    settings = dict(raw)
+    for alias, key in aliases.items():
+        value = settings.pop(alias, None)
+        if value is None:
+            continue
+        if settings.get(key) not in (None, value):
+            raise ValueError(
+                f"{key}={settings[key]!r} and {alias}={value!r} are one setting: keep one of them"
+            )
+        settings[key] = value
+    return settings
 
 
 def text_decoder(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -335,11 +380,13 @@ def _parse_rope(
         raise ValueError(
             f"{key} has partial_rotary_factor={partial}, which is not supported: it must be 1.0"
         )
-    if unknown := sorted(set(settings) - set(ROPE_KEYS)):
+    if nested := sorted({FULL, SLIDING}.intersection(settings)):
         raise ValueError(
             f"{key} has settings that are not supported: "
-            + ", ".join(f"{name}={settings[name]!r}" for name in unknown)
+            + ", ".join(f"{name}={settings[name]!r}" for name in nested)
         )
+    if unknown := sorted(set(settings) - set(ROPE_KEYS)):
+        log_ignored(key, tuple(unknown))
     positions, original = (
         outside[name] for name in ("max_position_embeddings", "original_max_position_embeddings")
     )
@@ -522,18 +569,6 @@ def _write_two_ropes(config: DecoderConfig) -> dict[str, Any]:
     return raw | {"rope_local_base_freq": local.theta}
 
 
-def _read_experts(reader: _Reader, settings: Settings) -> Settings:
-    """Returns the number of experts, which transformers 5 names as Mixtral does (Qwen)."""
-    counts = {n for key in EXPERTS if (n := reader.get(key)) is not None} or {128}
-    if len(counts) > 1:
-        raise ValueError(f"{' and '.join(EXPERTS)} differ: {sorted(counts)}; keep one of them")
-    return {"num_experts": counts.pop()}
-
-
-def _write_experts(config: DecoderConfig) -> dict[str, Any]:
-    return dict.fromkeys(EXPERTS, config.num_experts)
-
-
 def _read_query_scale(reader: _Reader, settings: Settings) -> Settings:
     scalar = float(reader.get("query_pre_attn_scalar", 256.0))
     if scalar <= 0:
@@ -611,7 +646,7 @@ def _read_attn_config(reader: _Reader, settings: Settings) -> Settings:
     raw = reader.get("attn_config", {})
     attention = _Reader(raw, {}, FIXED | ATTN_CONFIG, ATTN_IGNORED, name="attn_config")
     clip = attention.get("clip_qkv")
-    attention.refuse_unread()
+    attention.check_unread()
     return {"clip_qkv": clip}
 
 
@@ -639,7 +674,6 @@ PARTS = {
     "switched_window": Part(_read_switched_window, _write_switched_window),
     "alternating_window": Part(_read_alternating_window, _write_alternating_window),
     "two_ropes": Part(_read_two_ropes, _write_two_ropes),
-    "experts": Part(_read_experts, _write_experts),
     "query_scale": Part(_read_query_scale, _write_query_scale),
     "final_norm": Part(_read_final_norm, _write_final_norm),
     "multi_query": Part(_read_multi_query, _write_multi_query),

@@ -6,8 +6,8 @@ tensors of such a directory to those of Hugging Face format; they are memory-map
 
 On a CPU with the native kernels, matrices stay in the file's types (`packed_types`). Elsewhere,
 those of the model's blocks in types of `blocks.KINDS` become integers with float32 scales, and
-gpt-oss's experts stay in MXFP4; all others become float32. As in `hf_config`, every setting of the
-architecture is read, known to have no effect, or an error.
+gpt-oss's experts stay in MXFP4; all others become float32. Every setting of the architecture is
+read, known to have no effect, or an error.
 """
 
 import dataclasses
@@ -262,7 +262,7 @@ def _of_family(
     if family in LARGEST_GEMMA:
         raw |= _of_gemma(family, fields, settings)
     if family == "qwen3_moe":  # of which llama.cpp normalizes the weights
-        raw |= {"num_experts": fields["num_experts"], "norm_topk_prob": True}
+        raw["norm_topk_prob"] = True
     if family == "gpt_bigcode":
         raw["multi_query"] = kv_heads == 1
     if family == "mpt":

@@ -1,11 +1,19 @@
 """config.json is read as by Hugging Face; unsupported settings are errors."""
 
 import dataclasses
+import functools
+import inspect
+import logging
+import pathlib
+import re
 
 import pytest
 
 import models
-from models.hf_config import read_config, write_config
+from models import hf_config
+from models.families import FAMILIES
+from models.hf_config import read_config, text_decoder, write_config
+from tests.models.published_configs import NOISE, PUBLISHED, REFUSED
 
 LLAMA = {
     "model_type": "llama",
@@ -51,6 +59,21 @@ PHI3 = {
 def family_config(family, **more):
     own = {"model_type": family, "architectures": None, "num_key_value_heads": 2}
     return {**LLAMA, **own, **more}
+
+
+@pytest.fixture(autouse=True)
+def ignored(caplog):
+    """Returns a function that returns the keys in the log's newest line, and clears the log."""
+    hf_config.log_ignored.cache_clear()
+    caplog.set_level(logging.WARNING, "models.hf_config")
+
+    def keys():
+        lines = [record.getMessage() for record in caplog.records]
+        caplog.clear()
+        hf_config.log_ignored.cache_clear()
+        return lines[-1].partition("does not read them: ")[2].split(", ") if lines else []
+
+    return keys
 
 
 @pytest.mark.parametrize("name", models.PRESETS)
@@ -103,10 +126,18 @@ def test_defaults_are_those_of_the_family():
     assert read_config({**LLAMA, "logit_scale": None}) == read_config(LLAMA)
 
 
-@pytest.mark.parametrize("key", ["rms_norm_eps", "attention_bias", "tie_word_embeddings"])
-def test_null_is_an_error_where_a_setting_has_no_such_value(key):
+@pytest.mark.parametrize(
+    ("raw", "key"),
+    [(LLAMA, "rms_norm_eps"), (GPT2, "tie_word_embeddings"), (OPT, "enable_bias")],
+)
+def test_null_is_an_error_where_a_setting_has_no_such_value(raw, key):
     with pytest.raises(ValueError, match=f"{key} is null: it must be "):
-        read_config({**LLAMA, key: None})
+        read_config({**raw, key: None})
+
+
+def test_null_is_false_where_that_is_the_default():
+    nulls = dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings"))
+    assert read_config({**LLAMA, **nulls}) == read_config(LLAMA)
 
 
 def test_the_scale_of_queries_is_written_as_an_integer():
@@ -283,7 +314,6 @@ def test_a_rope_without_its_settings_is_an_error(kind, message):
         ("rope_scaling", {"type": "dynamic", "factor": 2.0}, "type 'dynamic', which is not"),
         ("rope_scaling", {"type": "linear"}, "of type 'linear' lacks factor"),
         ("rope_parameters", {"rope_type": "llama3", "factor": 2.0}, "lacks low_freq_factor, high"),
-        ("rope_scaling", {"type": "default", "mrope_section": [1, 2]}, "mrope_section"),
         ("rope_parameters", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5, which is"),
         ("rope_parameters", {"full_attention": {}, "sliding_attention": {}}, "full_attention={}"),
     ],
@@ -309,18 +339,22 @@ def test_two_spellings_that_disagree_are_an_error():
         ({**LLAMA, "model_type": "gemma"}, "model_type='gemma' is not supported: it must be one"),
         ({**LLAMA, "hidden_act": "gelu"}, "hidden_act='gelu' is not supported: it must be 'silu'"),
         (
-            {**LLAMA, "hidden_act": "gelu", "logit_scale": 2},
-            r"hidden_act='gelu'.*logit_scale=2.*Remove such a key",
+            {**LLAMA, "hidden_act": "gelu", "is_causal": False},
+            r"hidden_act='gelu'.*is_causal=False.*Remove such a key",
         ),
         ({**LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
         ({**LLAMA, "quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} is not"),
-        ({**LLAMA, "rms_norm_epsilon": 1e-5}, "the nearest known key is 'rms_norm_eps'"),
+        (
+            {**GPT2, "hidden_size": 48},
+            "n_embd=32 and hidden_size=48 are one setting: keep one of them",
+        ),
         (
             family_config("qwen2", layer_types=["chunked_attention"] * 4),
             "layer_types names 'chunked_attention'",
         ),
         ({k: v for k, v in LLAMA.items() if k != "hidden_size"}, "lacks 'hidden_size'"),
         ({**MPT, "attn_config": {"alibi": False}}, "attn_config has .*alibi=False"),
+        ({**MPT, "attn_config": {"softmax_scale": 0.1}}, "attn_config has .*softmax_scale=0.1"),
         ({**PHI3, "rope_scaling": {"type": "longrope"}}, "lacks short_factor, long_factor"),
         ({**LLAMA, "num_key_value_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
     ],
@@ -376,3 +410,113 @@ def test_a_config_that_its_family_cannot_express_is_an_error(change, message):
 def test_a_drafter_that_reads_hidden_states_is_named(raw, kind):
     with pytest.raises(ValueError, match=f"a drafter of kind {kind}, .*draft with a small model"):
         read_config(raw)
+
+
+# Files of published models
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_files_are_read(name, ignored):
+    """Their noise changes nothing, and most have a preset with the same values."""
+    raw = PUBLISHED[name]
+    config = read_config(text_decoder(NOISE | raw))
+    logged = ignored()
+    assert config == read_config(text_decoder(raw))
+    if name in models.PRESETS:
+        assert config == models.preset(name)
+    if raw["model_type"] != "gemma3":  # whose noise is not in the settings of the text
+        new = {"transformers.js_config", "unsloth_version"}
+        assert set(logged) == new.union(ignored())
+
+
+def test_published_files_are_of_every_family():
+    families = [text_decoder(raw)["model_type"] for raw in PUBLISHED.values()]
+    assert set(families) == set(FAMILIES)
+
+
+@pytest.mark.parametrize(("name", "change"), REFUSED)
+def test_a_published_file_with_an_unsupported_setting_is_refused(name, change):
+    with pytest.raises(ValueError, match=re.escape(next(iter(change)))):
+        read_config(PUBLISHED[name] | change)
+
+
+def test_unknown_keys_are_ignored_with_one_line(ignored, caplog):
+    raw = LLAMA | {"rms_norm_epsilon": 1.0, "logit_scale": 2.0, "unused": None}
+    assert read_config(raw) == read_config(raw) == read_config(LLAMA)
+    assert len(caplog.records) == 1
+    assert ignored() == ["logit_scale", "rms_norm_epsilon"]
+    rope = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    scaled = read_config({**LLAMA, "rope_scaling": rope})
+    assert read_config({**LLAMA, "rope_scaling": rope | {"attn_factor": 1.5}}) == scaled
+    assert ignored() == ["attn_factor"]
+
+
+def test_aliases_are_read_as_the_keys_that_they_stand_for(ignored):
+    raw = {key: value for key, value in GPT2.items() if key != "n_embd"}
+    assert read_config({**raw, "hidden_size": 32}) == read_config({**GPT2, "hidden_size": 32})
+    experts = dict(num_experts_per_tok=2, num_local_experts=4)
+    assert read_config(family_config("qwen3_moe", **experts)).num_experts == 4
+    assert ignored() == []
+
+
+# Attributes that are no keys of a text decoder's config.json.
+NO_KEYS = {
+    *("_is_quantized", "get_text_config"),
+    *("image_token_id", "mm_tokens_per_image", "text_config", "vision_config"),
+}
+
+
+@functools.cache
+def declared(family):
+    """Returns the keys that transformers' config class declares, or its model reads."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[family]
+    shared = pathlib.Path(transformers.__file__).parent
+    sources = [shared / "cache_utils.py", shared / "masking_utils.py"]
+    sources += pathlib.Path(inspect.getfile(config)).parent.glob("modeling_*.py")
+    read = {
+        key
+        for source in sources
+        for key in re.findall(r'\bconfig(?:\.|, ")(\w+)', source.read_text(encoding="utf-8"))
+    }
+    fields = {field.name for field in dataclasses.fields(config)}
+    members = {name: inspect.getattr_static(config, name) for name in dir(config)}
+    computed = {n for n, x in members.items() if isinstance(x, property) and x.fset is None}
+    return (fields | set(config.attribute_map) | read) - computed - NO_KEYS
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_key_that_transformers_reads_is_ignored_as_unknown(family, ignored):
+    raw = next(x for x in PUBLISHED.values() if text_decoder(x)["model_type"] == family)
+    keys = declared(family)
+    raw = {"model_type": family} | {key: value for key, value in raw.items() if key in keys}
+    read_config(raw)
+    unknown = []
+    for key in sorted(keys):
+        try:
+            read_config(raw | {key: object()})
+        except (ValueError, TypeError):
+            pass  # the key is read
+        unknown += ignored()
+    assert unknown == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_key_is_refused_that_transformers_does_not_read(family):
+    assert set(FAMILIES[family].fixed) <= declared(family)
+
+
+def test_no_setting_of_positions_or_attention_is_ignored_as_unknown():
+    from transformers import PreTrainedConfig, modeling_rope_utils
+    from transformers.models.mpt.configuration_mpt import MptAttentionConfig
+
+    source = inspect.getsource(modeling_rope_utils)
+    rope = set(re.findall(r'rope_parameters(?:_dict)?(?:\.get\(|\[)"(\w+)"', source))
+    assert rope >= {"factor", "beta_fast", "mscale"}
+    assert rope - {"rope_theta", "rope_type", "type"} <= set(hf_config.ROPE_KEYS)
+    own = {field.name for field in dataclasses.fields(MptAttentionConfig)}
+    own -= {field.name for field in dataclasses.fields(PreTrainedConfig)}
+    known = {"clip_qkv", *hf_config.ATTN_CONFIG, *hf_config.ATTN_IGNORED}
+    assert own <= known | hf_config.HARMLESS
