@@ -27,6 +27,13 @@ OF_TARGET = ("verifier_norm.weight", "verifier_lm_head.weight")
 _NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _ACCEPTANCE = "first_token_acceptance"  # of this package's trainer
+# Settings of TensorRT Model Optimizer: only heads with these features and norms are supported.
+_FIXED = {
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+}
 _TYPES: dict[str, type] = {
     "draft_vocab_size": int,
     "target_hidden_size": int,
@@ -34,7 +41,7 @@ _TYPES: dict[str, type] = {
     "transformer_layer_config": dict,
     _LAYER_IDS: list,
     _ACCEPTANCE: float,
-    **dict.fromkeys(_NORMS, bool),
+    **dict.fromkeys((*_NORMS, *_FIXED), bool),
 }
 
 
@@ -61,11 +68,19 @@ def read_config(
       read_layer: returns the config of a Llama config.json's contents.
 
     Raises:
-      ValueError: several layers, missing keys, values of another type, or unsupported ones.
+      ValueError: a head of several layers, or that reads other than three of the target's; missing
+        keys, values of another type, or unsupported ones.
     """
     own = _own_settings(raw)
     own = _own_settings(own.get("eagle_config", {})) | own
     layer = own.get("transformer_layer_config", raw)
+    found = {"num_hidden_layers": layer.get("num_hidden_layers")} | own
+    for key, value in {"num_hidden_layers": 1, **_FIXED}.items():
+        if found.get(key) not in (None, value):
+            raise ValueError(
+                f"{key}={found[key]!r} of an EAGLE-3 head is not supported: use a head with "
+                f"{key}={value}, of one layer that reads {FEATURES} layers of the target"
+            )
     llama = {
         key: value
         for key, value in layer.items()
@@ -109,9 +124,17 @@ def _layer_inputs(ids: Sequence[int] | None) -> tuple[int, ...] | None:
 
     Ids that begin with 1 name layers whose outputs are read, as SpecForge writes them; others name
     layers whose inputs are read, as in vLLM and speculators. SGLang has the same rule.
+
+    Raises:
+      ValueError: another number of layers than `FEATURES`.
     """
     if not ids:
         return None
+    if len(ids) != FEATURES:
+        raise ValueError(
+            f"{_LAYER_IDS}={list(ids)} is not supported: use a head that reads {FEATURES} layers "
+            "of the target"
+        )
     return tuple(i + 1 if ids[0] == 1 else i for i in ids)
 
 

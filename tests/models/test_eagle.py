@@ -241,7 +241,22 @@ def setting(**settings):
     [
         (store_ids, "d2t has tokens outside 0 to 47.*less the draft token, not the target's token"),
         (without("midlayer.mlp.up_proj.weight"), "missing midlayer.mlp.up_proj.weight"),
-        (setting(num_hidden_layers=2), "num_layers=2 of an EAGLE head: it must be 1"),
+        (
+            setting(num_hidden_layers=2),
+            "num_hidden_layers=2 of an .* a head with num_hidden_layers=1, of one layer",
+        ),
+        (
+            setting(eagle_config={"use_aux_hidden_state": False}),
+            "use_aux_hidden_state=False of an .* a head with .*=True, .* reads 3 layers",
+        ),
+        (
+            setting(use_mtp_layernorm=True),
+            "use_mtp_layernorm=True of an .* a head with use_mtp_layernorm=False",
+        ),
+        (
+            setting(eagle_aux_hidden_state_layer_ids=[1, 2, 3, 5]),
+            r"layer_ids=\[1, 2, 3, 5\] is not supported: use a head that reads 3 layers",
+        ),
         (make_eagle_1, "kind EAGLE-1 or EAGLE-2, .* not supported"),
         (
             setting(layer_types=["sliding_attention"]),
