@@ -22,12 +22,12 @@ from models.draft_vocab import with_draft_vocab
 from models.eagle import EagleConfig, EagleHead
 from models.families import FAMILIES, family_config
 from models.hf_saving import save_checkpoint
+from models.hf_tokenizer import load_tokenizer
 from models.huggingface import (
     Checkpoint,
     is_quantized,
     load_checkpoint,
     load_config,
-    load_tokenizer,
     matrix_formats,
     sampling_defaults,
     special_tokens,

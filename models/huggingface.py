@@ -1,4 +1,4 @@
-"""Reads directories of Hugging Face's format: config.json, safetensors, tokenizer files."""
+"""Reads directories of Hugging Face's format: config.json, safetensors."""
 
 import dataclasses
 import functools
@@ -271,37 +271,6 @@ def load_config(path: str | os.PathLike) -> DecoderConfig:
         return read_config(raw)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def load_tokenizer(path: str | os.PathLike) -> Any:
-    """Returns the directory's transformers tokenizer, or None if there is none.
-
-    Raises ValueError if its files are incomplete or damaged.
-    """
-    path = pathlib.Path(path)
-    described = (path / "tokenizer_config.json").is_file()
-    if not described and not (path / "tokenizer.json").is_file():
-        return None
-    # Without torch, transformers recommends installing it, but tokenizers do not need it.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    import transformers  # takes half a second to import, and is needed only for text
-
-    tokenizer_class: Any = transformers.PreTrainedTokenizerFast
-    try:
-        if not described:
-            return tokenizer_class(tokenizer_file=str(path / "tokenizer.json"))
-        named = _read_json(path / "tokenizer_config.json").get("tokenizer_class")
-        if named not in ("PreTrainedTokenizerFast", "TokenizersBackend"):  # two names of one class
-            tokenizer_class = transformers.AutoTokenizer  # imports the names of all models
-        return tokenizer_class.from_pretrained(str(path), local_files_only=True)
-    except ImportError:
-        raise  # names the package that this tokenizer needs
-    except Exception as error:  # `tokenizers` raises no other type for a damaged file
-        reason = " ".join(str(error).split())
-        raise ValueError(
-            f"the tokenizer in {path} cannot be read ({reason}): replace tokenizer.json and "
-            "tokenizer_config.json by the model's"
-        ) from error
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
