@@ -82,9 +82,9 @@ def load(
         for models larger than the device.
 
     Raises:
-      OSError, ValueError: the source does not exist or is incomplete, its tokenizer has tokens
-        outside the model's vocabulary, a dtype is unknown or kv_dtype is not supported, the mesh
-        does not divide the model, or host memory is too small.
+      OSError, ValueError: the source does not exist or is incomplete, a tenth of its tokenizer's
+        tokens are outside the model's vocabulary, a dtype is unknown or kv_dtype is not supported,
+        the mesh does not divide the model, or host memory is too small.
     """
     options: Any = dict(weights=weights, seed=seed, mesh=mesh, shards=shards, stages=stages)
     options |= dict(offload=offload, draft_vocab=draft_vocab, kv_dtype=kv_dtype)
@@ -405,9 +405,10 @@ def load_tokenizer(source: str | os.PathLike) -> Any:
 
 
 def check_tokenizer(tokenizer: Any, vocab_size: int, source: str | os.PathLike) -> None:
-    """Raises ValueError if a tokenizer has tokens that a model cannot embed.
+    """Raises ValueError if more than a tenth of a tokenizer's tokens are not the model's.
 
-    A tokenizer may have fewer tokens than the model: many embeddings are padded.
+    A tokenizer may have fewer tokens than the model, as many embeddings are padded, and some more,
+    such as those of images: a prompt that has one of them is an error.
 
     Args:
       tokenizer: a Hugging Face tokenizer, or None.
@@ -415,12 +416,12 @@ def check_tokenizer(tokenizer: Any, vocab_size: int, source: str | os.PathLike) 
       source: of the tokenizer.
     """
     vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
-    token = max(vocabulary, key=vocabulary.__getitem__, default=None)
-    if token is not None and vocabulary[token] >= vocab_size:
+    beyond = sorted((i, token) for token, i in vocabulary.items() if i >= vocab_size)
+    if len(beyond) * 10 > len(vocabulary):
         raise ValueError(
-            f"the tokenizer of {source} has token {vocabulary[token]} ({token!r}), and the model's "
-            f"vocabulary ends at {vocab_size - 1}: use the model's own tokenizer, or remove larger "
-            "tokens from the tokenizer's files"
+            f"{len(beyond)} of the {len(vocabulary)} tokens of the tokenizer of {source}, such as "
+            f"{beyond[0][1]!r} (id {beyond[0][0]}), are outside the model's vocabulary of "
+            f"{vocab_size} tokens: use the model's own tokenizer"
         )
 
 

@@ -265,7 +265,8 @@ def _save(messages: Messages, path: str) -> None:
 def _answer(session: Session, message: str) -> Session:
     """Prints an answer and returns the session after it.
 
-    A message that does not fit, or whose prefill is stopped, is dropped.
+    A message that does not fit, that the model cannot read, or whose prefill is stopped, is
+    dropped.
     """
     engine, before = session.engine, session.engine.stats
     messages = [*session.messages, {"role": "user", "content": message}]
@@ -279,9 +280,13 @@ def _answer(session: Session, message: str) -> Session:
             "conversation (/reset)"
         )
         return session
+    try:
+        handle = engine.submit(tokens, session.params)
+    except ValueError as error:  # a token of the tokenizer that the model lacks
+        _note(str(error))
+        return session
     if not session.answers:
         _note("(compiling; this happens once)")
-    handle = engine.submit(tokens, session.params)
     with text.interruptible() as stop:
         while not handle.finished:
             engine.step()

@@ -103,13 +103,20 @@ def _checked(target: Model, i: int, prompt: Any) -> Int[np.ndarray, "T"]:
             f"prompt {i} has shape {ids.shape} and dtype {ids.dtype}: it must be text or a list of "
             "token ids"
         )
-    outside = ids[(ids < 0) | (ids >= target.config.vocab_size)]
+    size = target.config.vocab_size
+    outside = ids[(ids < 0) | (ids >= size)]
     if outside.size:
         raise ValueError(
-            f"prompt {i} has token {outside[0]}, outside the target's vocabulary: "
-            f"ids must lie between 0 and {target.config.vocab_size - 1}"
+            f"prompt {i} has token {outside[0]}{_named(target, outside[0])}, outside the "
+            f"target's vocabulary of {size} tokens: ids must lie between 0 and {size - 1}"
         )
     return ids.astype(np.int32)
+
+
+def _named(target: Model, token: int) -> str:
+    """Returns the text of a token in parentheses, "" if the target's tokenizer lacks it."""
+    vocabulary = {} if target.tokenizer is None else target.tokenizer.get_vocab()
+    return next((f" ({text!r})" for text, i in vocabulary.items() if i == token), "")
 
 
 def _check_padding(target: Model, rows: Sequence[Int[np.ndarray, "T"]]) -> None:

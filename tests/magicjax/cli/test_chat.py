@@ -280,18 +280,35 @@ def test_bad_options_are_errors_before_weights_are_loaded(what, model, run, monk
     assert (code, out) == (2, "") and message in err and err.count("\n") == 1
 
 
+def larger(model, path, tokens):
+    """Saves the model's tokenizer with added tokens; returns its path and its size before."""
+    tokenizer = models.load_tokenizer(model)
+    size = len(tokenizer)
+    tokenizer.add_tokens(tokens)
+    tokenizer.save_pretrained(path)
+    return path, size
+
+
 @pytest.mark.parametrize("command", [["chat"], ["generate", "--prompt", "a"]])
-def test_a_tokenizer_with_more_tokens_than_the_model_is_an_error(
+def test_a_tokenizer_of_which_the_model_lacks_a_tenth_is_an_error(
     command, model, run, monkeypatch, tmp_path
 ):
-    tokenizer = models.load_tokenizer(model)
-    last = len(tokenizer) - 1
-    tokenizer.add_tokens(["<new>"])
-    tokenizer.save_pretrained(tmp_path)
+    path, size = larger(model, tmp_path, [f"<{i}>" for i in range(30)])
     monkeypatch.setattr(models, "load_checkpoint", None)
-    code, out, err = run(*command, "--target", model, "--tokenizer", tmp_path)
+    code, out, err = run(*command, "--target", model, "--tokenizer", path)
     assert (code, out) == (2, "") and err.count("\n") == 1
-    assert f"has token {last + 1} ('<new>'), and the model's vocabulary ends at {last}: use" in err
+    assert f"30 of the {size + 30} tokens of the tokenizer of {path}, such as '<0>'" in err
+    assert f"(id {size}), are outside the model's vocabulary of {size} tokens: use" in err
+
+
+def test_a_token_that_the_model_lacks_is_an_error_in_prompts_only(model, run, talk, tmp_path):
+    path, size = larger(model, tmp_path, ["<new>"])
+    message = f"token {size} ('<new>'), outside the target's vocabulary of {size} tokens"
+    arguments = ["--target", model, "--tokenizer", path, "--max-tokens", "4"]
+    code, out, err = run("generate", *arguments, "--prompt", "a<new>")
+    assert (code, out) == (2, "") and message in err and err.count("\n") == 1
+    code, out, err = talk(["a <new> one?", "hi?"], "--tokenizer", path)
+    assert (code, out) == (0, "fine.\n") and message in err
 
 
 @pytest.mark.parametrize("command", [["chat"], ["generate", "--chat", "hi?"]])

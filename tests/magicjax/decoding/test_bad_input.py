@@ -135,7 +135,7 @@ REFUSED = {
     "token too large": (
         dict(prompts=[[1], [0, tiny.VOCAB]]),
         ValueError,
-        "prompt 1 has token 48, outside the target's vocabulary: .* between 0 and 47",
+        "prompt 1 has token 48, outside the target's vocabulary of 48 tokens: .* between 0 and 47",
     ),
     "prompt too long": (
         dict(prompts=[[1], [0] * 489], params=magicjax.SamplingParams(max_tokens=24)),
