@@ -33,13 +33,20 @@ def unsupported(key: str, value: Any, known: Iterable[str]) -> ValueError:
     )
 
 
-def _byte_level(pattern: str | None = None) -> pre_tokenizers.PreTokenizer:
-    """Returns a split into bytes, after one by a pattern; None: GPT-2's."""
-    if pattern is None:
-        return pre_tokenizers.ByteLevel(add_prefix_space=False)
-    split = pre_tokenizers.Split(Regex(pattern), "isolated")
-    whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return pre_tokenizers.Sequence([split, whole])
+# Steps of pre-tokenizers: into bytes alone, after GPT-2's split into words, and into digits.
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
+DIGITS = pre_tokenizers.Digits(individual_digits=True)
+
+
+def _sequence(*steps: str | pre_tokenizers.PreTokenizer) -> pre_tokenizers.PreTokenizer:
+    """Returns the steps one after the other; a pattern isolates what it matches."""
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(step), "isolated") if isinstance(step, str) else step
+            for step in steps
+        ]
+    )
 
 
 def _words(digits: str) -> str:
@@ -51,24 +58,65 @@ def _words(digits: str) -> str:
     )
 
 
-def _cased_words() -> str:
-    """Returns the pattern of o200k (gpt-oss), which splits words before a capital letter."""
-    start, contraction = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+def _cased_words(contraction: str, digits: str) -> str:
+    """Returns the pattern of o200k and Tekken, which splits words before a capital letter."""
+    start = r"[^\r\n\p{L}\p{N}]?"
     upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     words = (f"{start}{upper}*{lower}+{contraction}", f"{start}{upper}+{lower}*{contraction}")
-    rest = (r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+")
+    rest = (digits, r" ?[^\s\p{L}\p{N}]+[\r\n/]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+")
     return "|".join((*words, *rest))
 
 
+def _characters(ranges: str) -> str:
+    """Returns the pattern of one or more characters of ranges, which are hexadecimal."""
+    ends = (each.split("-") for each in ranges.split())
+    return "[" + "".join("-".join(chr(int(end, 16)) for end in each) for each in ends) + "]+"
+
+
+# The letters with case in the pre-tokenizer of DeepSeek LLM, which is older than some of Unicode.
+CASED_LETTERS = """
+    41-5a 61-7a b5 c0-d6 d8-f6 f8-1ba 1bc-1bf 1c4-293 295-2af 370-373 376 377 37b-37d 37f 386
+    388-38a 38c 38e-3a1 3a3-3f5 3f7-481 48a-52f 531-556 10a0-10c5 13a0-13f5 13f8-13fd 1c90-1cba
+    1cbd-1cbf 1d00-1d2b 1d6b-1d77 1d79-1d9a 1e00-1f15 1f18-1f1d 1f20-1f45 1f48-1f4d 1f50-1f57 1f59
+    1f5b 1f5d 1f5f-1f7d 1f80-1fb4 1fb6-1fbc 1fbe 1fc2-1fc4 1fc6-1fcc 1fd0-1fd3 1fd6-1fdb 1fe0-1fec
+    1ff2-1ff4 1ff6-1ffc 2102 2107 210a-2113 2115 2119-211d 2124 2126 2128 212a-212d 212f-2134 2139
+    213c-213f 2145-2149 214e 2183 2184 2c00-2c7b 2c7e-2ce4 2ceb-2cee 2cf2 2cf3 a640-a66d a680-a69b
+    a722-a76f a771-a787 a78b-a78e ab70-abbf fb00-fb06 fb13-fb17 ff21-ff3a ff41-ff5a 10400-1044f
+    104b0-104d3 104d8-104fb 10c80-10cb2 10cc0-10cf2 118a0-118df 1e900-1e943
+"""
+PUNCTUATION = _characters("21-2f 3a-7e ff01-ff0f ff1a-ff5e 2018-201f 3000-3002")
+ASIAN = _characters("4e00-9fa5 800-4e00 ac00-d7ff")
+DEEPSEEK_V3 = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"""
+    r""" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
+)
+LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral")  # one tokenizer by five names
 # "default" of byte-level files is llama.cpp's replacement for an unknown one, not any model's.
 PRE_TOKENIZERS = {
-    "gpt-2": _byte_level(),
-    "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(True), _byte_level()]),
-    "llama-bpe": _byte_level(_words(r"\p{N}{1,3}")),
-    "qwen2": _byte_level(_words(r"\p{N}")),
-    "gpt-4o": _byte_level(_cased_words()),
+    **dict.fromkeys(("gpt-2", "mpt"), GPT2),
+    **dict.fromkeys(("smollm", "starcoder", "refact"), _sequence(DIGITS, GPT2)),
+    "falcon": _sequence(
+        pre_tokenizers.Punctuation("contiguous"),
+        GPT2,
+        pre_tokenizers.Digits(individual_digits=False),
+        "[0-9][0-9][0-9]",
+    ),
+    **dict.fromkeys((*LLAMA3, "smaug-bpe", "dbrx"), _sequence(_words(r"\p{N}{1,3}"), BYTES)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _sequence(_words(r"\p{N}"), BYTES)),
+    "tekken": _sequence(_cased_words("", r"\p{N}"), BYTES),
+    "gpt-4o": _sequence(_cased_words(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?", r"\p{N}{1,3}"), BYTES),
+    "deepseek-llm": _sequence(
+        *("[\r\n]", r"\s?" + _characters(CASED_LETTERS), r"\s?" + PUNCTUATION, r"\s+$", ASIAN),
+        *(DIGITS, BYTES),
+    ),
+    "deepseek-coder": _sequence("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", ASIAN, DIGITS, BYTES),
+    "deepseek-v3": _sequence(
+        r"\p{N}{1,3}", _characters("4e00-9fa5 3040-309f 30a0-30ff"), DEEPSEEK_V3, BYTES
+    ),
 }
-WHOLE_WORDS = ("llama-bpe", "gpt-4o")  # whose words that are tokens are not merged from parts
+WHOLE_WORDS = (*LLAMA3, "smaug-bpe", "tekken", "gpt-4o")  # words that are tokens are not merged
+NORMALIZED = ("mpt", "qwen2", "deepseek-r1-qwen")  # to NFC
+ADD_BOS = (*LLAMA3, "tekken")  # if the file does not say
 
 
 def read_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]] | None:
@@ -127,7 +175,7 @@ def _read_byte_level(
     merges = [tuple(merge.split(" ", 1)) for merge in _need(metadata, "merges")]
     vocab = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=pre in WHOLE_WORDS))
-    if pre == "qwen2":
+    if pre in NORMALIZED:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]
     tokenizer.decoder = decoders.ByteLevel()
@@ -177,7 +225,7 @@ def _add_template(
     ids: Mapping[str, int | None],
 ) -> None:
     """Adds the BOS and EOS tokens that the file requests; defaults are llama.cpp's."""
-    bos_by_default = kind == "llama" or metadata.get("tokenizer.ggml.pre") == "llama-bpe"
+    bos_by_default = kind == "llama" or metadata.get("tokenizer.ggml.pre") in ADD_BOS
     adds = {
         "bos": metadata.get("tokenizer.ggml.add_bos_token", bos_by_default),
         "eos": metadata.get("tokenizer.ggml.add_eos_token", False),
