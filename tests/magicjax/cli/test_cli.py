@@ -58,6 +58,17 @@ def test_stop_strings_end_the_printed_text(directory, run):
     assert re.search(r"^(\d|1\d) tokens, ", err)
 
 
+def test_a_prompt_file_keeps_its_line_ends(directory, run, tmp_path):
+    file, prompt = tmp_path / "prompt.txt", "def f():\r\n\treturn 1\r\n"
+    file.write_bytes(prompt.encode())
+    arguments = "generate", "--target", directory, "--max-tokens", 20
+    texts = [
+        run(*arguments, *source)[1] for source in (("--prompt-file", file), ("--prompt", prompt))
+    ]
+    other = run(*arguments, "--prompt", prompt.replace("\r\n", "\n"))[1]
+    assert texts[0] == texts[1] != other
+
+
 def test_log_probabilities_follow_the_text_as_a_table(directory, run):
     code, out, err = run(
         *("generate", "--target", directory, "--prompt", PROMPT, "--max-tokens", 3),
