@@ -42,7 +42,8 @@ class SamplingParams:
       allowed_token_ids: the only tokens that may be sampled, EOS included; None for all.
       bad_words: strings that are not generated: the last token of each of their tokenizations, at
         the begin of a text and after a space, is excluded where it would complete them.
-      seed: of the random numbers, 0 to 2**32 - 1; the same seed gives the same text.
+      seed: of the random numbers, 0 to 2**32 - 1; the same seed gives the same text. Like top_k,
+        top_p and min_p, it changes nothing in greedy decoding.
       max_tokens: the most new tokens; None for as many as fit.
       min_tokens: new tokens before EOS is allowed; stop strings end the text even before.
       ignore_eos: EOS does not end the text.
@@ -58,8 +59,8 @@ class SamplingParams:
         second pass over the prompt.
 
     Raises:
-      ValueError, TypeError: a value of another type or outside these ranges; top_k, top_p, min_p or
-        seed in greedy decoding; a grammar with parameters that exclude tokens.
+      ValueError, TypeError: a value of another type or outside these ranges; a grammar with
+        parameters that exclude tokens.
     """
 
     temperature: float = 0.0
@@ -111,14 +112,6 @@ class SamplingParams:
                 "Grammar.regex(...) or Grammar.json_schema(...)"
             )
         object.__setattr__(self, "stop", _strings("stop", self.stop))
-        if self.greedy:
-            for field in ("top_k", "top_p", "min_p", "seed"):
-                value = getattr(self, field)
-                if value != type(self).__dataclass_fields__[field].default:
-                    raise ValueError(
-                        f"{field}={value} has no effect in greedy decoding: pass a temperature "
-                        f"above 0, or omit {field}"
-                    )
 
     def _check_processors(self) -> None:
         """Checks what changes logits, and makes it hashable."""

@@ -225,8 +225,12 @@ def resolve_sampling(arguments: argparse.Namespace) -> None:
     """Sets the options of sampling that are not given: with --do-sample, to the target's.
 
     Raises:
-      ValueError: the target's files ask for no sampling, or for one that is not supported.
+      ValueError: the target's files ask for no sampling, or for one that is not supported; options
+        that filter samples without a temperature, which can be 0.
     """
+    samples = arguments.do_sample or arguments.temperature is not None
+    filters = ("top_k", "top_p", "min_p")
+    options.check_effects(arguments, [(name, samples, "without --temperature") for name in filters])
     asked = sampling_defaults(arguments.target) if arguments.do_sample else {}
     if unsupported := sorted(set(asked) - set(SAMPLING_OPTIONS)):
         raise ValueError(

@@ -186,7 +186,7 @@ class Engine:
         Args:
           prompt, priority, deadline_s: as for `submit`.
           n: the number of requests.
-          params: of the first request; under sampling, the others have the following seeds.
+          params: of the first request; the others have the following seeds.
 
         Raises:
           ValueError, TypeError: as `submit`; n below 1; a queue without room for all of them.
@@ -196,8 +196,7 @@ class Engine:
         self._scheduler.check_room(n)
         handles: list[Handle] = []
         for i in range(n):
-            seed = 0 if params.greedy else (params.seed + i) % 2**32
-            sample = dataclasses.replace(params, seed=seed)
+            sample = dataclasses.replace(params, seed=(params.seed + i) % 2**32)
             handles.append(self.submit(prompt, sample, priority=priority, deadline_s=deadline_s))
             prompt = handles[0].request.prompt  # tokenized once
         return handles

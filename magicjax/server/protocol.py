@@ -267,22 +267,15 @@ def _params(
 ) -> SamplingParams:
     """Returns the parameters of a request, which the engine accepts."""
     config = served.config
-    temperature = _temperature(body, config)
-    top_k, top_p, min_p, seed = 0, 1.0, 0.0, 0  # those of the body do not change greedy decoding
-    if temperature:
-        seed = secrets.randbits(32) if body.seed is None else body.seed % 2**32
-        top_k = max(0, body.top_k or 0)  # -1 is 0
-        top_p = 1.0 if body.top_p is None else body.top_p
-        min_p = body.min_p or 0.0
     grammar = _grammar(body, served) if tools is None else _grammar_of_tools(tools, served)
     if tools is not None and not tools.must_match and any(getattr(body, x) for x in UNCONSTRAINED):
         grammar = None
     try:
         params = SamplingParams(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
+            temperature=_temperature(body, config),
+            top_k=max(0, body.top_k or 0),  # -1 is 0
+            top_p=1.0 if body.top_p is None else body.top_p,
+            min_p=body.min_p or 0.0,
             repetition_penalty=body.repetition_penalty or 1.0,
             frequency_penalty=body.frequency_penalty or 0.0,
             presence_penalty=body.presence_penalty or 0.0,
@@ -292,7 +285,7 @@ def _params(
             min_tokens=body.min_tokens or 0,
             ignore_eos=bool(body.ignore_eos),
             speculative=body.speculative is not False,
-            seed=seed,
+            seed=secrets.randbits(32) if body.seed is None else body.seed % 2**32,
             max_tokens=limit,
             stop=body.stop or (),
             grammar=grammar,

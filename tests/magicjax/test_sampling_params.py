@@ -56,7 +56,6 @@ def test_invalid_values_are_errors(field, value, message):
         SamplingParams(**({"temperature": 1.0} | {field: value}))
 
 
-@pytest.mark.parametrize(("field", "value"), [("top_k", 5), ("top_p", 0.9), ("seed", 1)])
-def test_parameters_without_effect_in_greedy_decoding_are_errors(field, value):
-    with pytest.raises(ValueError, match="has no effect in greedy decoding"):
-        SamplingParams(**{field: value})
+def test_values_that_cannot_change_greedy_decoding_are_accepted():
+    params = SamplingParams(temperature=0, top_k=5, top_p=0.9, min_p=0.1, seed=3)
+    assert params.greedy and (params.top_k, params.seed) == (5, 3)

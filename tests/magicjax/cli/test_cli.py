@@ -58,6 +58,14 @@ def test_stop_strings_end_the_printed_text(directory, run):
     assert re.search(r"^(\d|1\d) tokens, ", err)
 
 
+def test_values_that_cannot_change_the_text_are_accepted(directory, run):
+    code, out, err = run(
+        *("generate", "--target", directory, "--prompt", PROMPT, "--max-tokens", 20),
+        *("--temperature", 0, "--top-k", 5, "--top-p", 0.9, "--min-p", 0.1, "--seed", 3),
+    )
+    assert (code, out) == (0, expected_text(directory) + "\n")
+
+
 def test_a_prompt_file_keeps_its_line_ends(directory, run, tmp_path):
     file, prompt = tmp_path / "prompt.txt", "def f():\r\n\treturn 1\r\n"
     file.write_bytes(prompt.encode())

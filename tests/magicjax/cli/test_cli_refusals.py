@@ -106,9 +106,9 @@ REFUSED = {
         ],
         "--tree 'chain:2 + chain:2 + chain:2' has 3 trees for 2 drafters: give one for all, or one",
     ),
-    "top_k in greedy decoding": (
+    "top_k without a temperature": (
         ["--target", "DIR", "--prompt", "a", "--top-k", "5"],
-        "--top-k 5 has no effect in greedy decoding: pass a temperature above 0, or omit --top-k",
+        "--top-k has no effect without --temperature: remove it",
     ),
     "no such drafter": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "big:DIR"],

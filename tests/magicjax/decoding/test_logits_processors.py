@@ -174,7 +174,6 @@ def test_log_probabilities_are_those_of_processed_logits():
 
 WRONG = {
     "min_p": (dict(min_p=1.5, temperature=1.0), "min_p=1.5: it must be from 0"),
-    "min_p, greedy": (dict(min_p=0.1), "min_p=0.1 has no effect in greedy decoding"),
     "repetition": (dict(repetition_penalty=0), "repetition_penalty=0: it must be above 0"),
     "infinite": (dict(presence_penalty=float("inf")), "presence_penalty=inf: it must be finite"),
     "bias": (dict(logit_bias={3: float("nan")}), "logit_bias.3.=nan: it must be finite"),

@@ -73,7 +73,7 @@ def test_fields_become_parameters(path):
     sampled = dict(temperature=0.5, top_p=0.9, top_k=5, seed=7, stop="a")
     assert parse(path, n=2, **sampled).params == SamplingParams(max_tokens=1, **sampled)
     greedy = parse(path, temperature=0, top_p=0.9, top_k=5, seed=7).params
-    assert greedy == SamplingParams(max_tokens=1)
+    assert greedy == SamplingParams(max_tokens=1, top_p=0.9, top_k=5, seed=7)
     default = parse(path, top_k=-1).params
     assert (default.temperature, default.top_k, default.top_p) == (1, 0, 1)
     assert parse(path).params.seed != parse(path).params.seed

@@ -228,6 +228,16 @@ def test_naive_gives_the_tokens_of_plain_sampling(kind, tree):
         assert found.stats.target_passes < plain.stats.target_passes
 
 
+def test_filters_and_seeds_change_nothing_in_greedy_decoding():
+    greedy = dict(max_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
+    plain = keywords.generate(tiny.model(), tiny.prompts(8), **greedy)
+    found = generate(temperature=0, top_k=5, top_p=0.5, min_p=0.9, seed=7)
+    np.testing.assert_array_equal(found.tokens, plain.tokens)
+    # Beside sampled rows, greedy rows are sampled ones of one token.
+    mixed = generate("near", "2,2,1", temperature=[0, 1] * 4, top_p=0.5, min_p=0.9)
+    np.testing.assert_array_equal(mixed.tokens[::2], plain.tokens[::2])
+
+
 @pytest.mark.slow
 def test_the_comparison_with_plain_sampling_detects_another_seed():
     assert (generate(seed=6).tokens != generate().tokens).any(1).all()
