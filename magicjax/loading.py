@@ -146,18 +146,25 @@ def _load(
     params, layout = _laid_out(checkpoint, stages, offload, sharding_of)
     if (formats := models.formats_of(checkpoint.module)).is_packed:
         logger.info("weights are in %s, and products round activations to 8 bits", formats)
-    module, params = _cut(checkpoint.module, params, draft_vocab, checkpoint.eos_token_ids)
+    eos = _eos(checkpoint.eos_token_ids, tokenizer, checkpoint.module.config)
+    module, params = _cut(checkpoint.module, params, draft_vocab, eos)
     return Model(
         module,
         params,
         tokenizer=tokenizer,
         name=_name(source, path),
-        eos_token_ids=checkpoint.eos_token_ids,
+        eos_token_ids=eos,
         pad_token_id=checkpoint.pad_token_id,
         shards=shards,
         layout=layout,
         kv_bits=kv_bits,
     )
+
+
+def _eos(stored: tuple[int, ...], tokenizer: Any, config: models.DecoderConfig) -> tuple[int, ...]:
+    """Returns the tokens that end a text: those of the model's files, and the end of a turn."""
+    end = models.end_of_turn(tokenizer)
+    return stored if end is None or end in stored or end >= config.vocab_size else (*stored, end)
 
 
 def _kv_bits(kv_dtype: str | None, source: str | os.PathLike) -> int | None:
@@ -337,13 +344,14 @@ def skeleton(
     layout = Offloaded(offloading.shapes(module)) if offload else Resident()
     directory = directory_of(source, weights=False)
     ids = {} if directory is None else models.special_tokens(directory)
-    module, _ = _cut(module, None, draft_vocab, ids.get("eos_token_ids", ()))
+    eos = _eos(ids["eos_token_ids"], tokenizer, module.config) if ids else ()
+    module, _ = _cut(module, None, draft_vocab, eos)
     return Model(
         module,
         params=None,
         tokenizer=tokenizer,
         name=_name(source, directory),
-        eos_token_ids=ids.get("eos_token_ids", ()),
+        eos_token_ids=eos,
         pad_token_id=ids.get("pad_token_id"),
         shards=shards,
         layout=layout,

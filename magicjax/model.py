@@ -40,7 +40,8 @@ class Model:
       params: its parameters, plain arrays.
       tokenizer: a Hugging Face tokenizer, or None.
       name: the name in tables.
-      eos_token_ids: tokens that end a text.
+      eos_token_ids: tokens that end a text: those of its files, and the end of a turn in the chat
+        template.
       pad_token_id: the default padding of rows that have ended.
       shards: static; number of devices along the mesh's `model` axis that divide it; None: all. A
         small draft may have fewer shards, and is then replicated.

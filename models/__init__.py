@@ -17,6 +17,7 @@ from models.build import (
     quantize_block,
     split_blocks,
 )
+from models.chat_template import end_of_turn
 from models.decoder import Decoder, DecoderConfig, formats_of, of_layers, output_matrix
 from models.draft_vocab import with_draft_vocab
 from models.eagle import EagleConfig, EagleHead
@@ -75,6 +76,7 @@ __all__ = [
     "count_params",
     "dequantize",
     "dequantize_params",
+    "end_of_turn",
     "family_config",
     "formats_of",
     "in_every_layer",

@@ -1,0 +1,23 @@
+"""What chat templates say about the end of an answer."""
+
+from typing import Any
+
+ANSWER = "The answer"  # no template changes it
+CONVERSATION = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": ANSWER}]
+
+
+def end_of_turn(tokenizer: Any) -> int | None:
+    """Returns the token that follows an answer in the tokenizer's chat template, as <|im_end|>.
+
+    None: there is no template, or text follows an answer.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    try:
+        text = tokenizer.apply_chat_template(CONVERSATION, tokenize=False)
+    except Exception:  # templates raise what they like, also for messages such as these
+        return None
+    _, _, rest = text.rpartition(ANSWER)
+    tokens = {str(each): token for token, each in tokenizer.added_tokens_decoder.items()}
+    following = [name for name in tokens if rest.lstrip().startswith(name)]
+    return tokens[max(following, key=len)] if following else None
