@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,10 +45,13 @@ class SamplingParams:
       seed: of the random numbers, 0 to 2**32 - 1; the same seed gives the same text. Like top_k,
         top_p and min_p, it changes nothing in greedy decoding.
       max_tokens: the most new tokens; None for as many as fit.
-      min_tokens: new tokens before EOS is allowed; stop strings end the text even before.
+      min_tokens: new tokens before EOS and `stop_token_ids` are allowed; stop strings end the text
+        even before.
       ignore_eos: EOS does not end the text.
       stop: strings that end the text, which is cut before the first one. They may span
-        tokens. None for none.
+        tokens. Special tokens are found by their names. None for none.
+      stop_token_ids: tokens that end the text beside EOS; their own text is left out. None for
+        none.
       grammar: what the text must match. Tokens that it does not allow have probability 0, and the
         text ends with EOS where the grammar allows its end.
       speculative: False: the text is decoded without drafts, one token a round; under sampling, it
@@ -78,6 +81,7 @@ class SamplingParams:
     min_tokens: int = 0
     ignore_eos: bool = False
     stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     grammar: Grammar | None = None
     speculative: bool = True
     logprobs: int | None = None
@@ -112,6 +116,8 @@ class SamplingParams:
                 "Grammar.regex(...) or Grammar.json_schema(...)"
             )
         object.__setattr__(self, "stop", _strings("stop", self.stop))
+        ids = _token_ids("stop_token_ids", self.stop_token_ids)
+        object.__setattr__(self, "stop_token_ids", ids)
 
     def _check_processors(self) -> None:
         """Checks what changes logits, and makes it hashable."""
@@ -132,12 +138,10 @@ class SamplingParams:
             raise ValueError(f"logit_bias has token {token} {count} times: pass one bias for each")
         object.__setattr__(self, "logit_bias", tuple(sorted((int(t), float(x)) for t, x in pairs)))
         if self.allowed_token_ids is not None:
-            ids = tuple(self.allowed_token_ids)
-            for token in ids:
-                check_whole("a token of allowed_token_ids", token, 0)
+            ids = _token_ids("allowed_token_ids", self.allowed_token_ids)
             if not ids:
                 raise ValueError("allowed_token_ids is empty: pass at least one token, or None")
-            object.__setattr__(self, "allowed_token_ids", tuple(sorted({int(t) for t in ids})))
+            object.__setattr__(self, "allowed_token_ids", ids)
         object.__setattr__(self, "bad_words", _strings("bad_words", self.bad_words))
         check_whole("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -166,11 +170,27 @@ class SamplingParams:
         """Whether each token is the most likely one."""
         return self.temperature == 0
 
+    def end_tokens(self, eos: Sequence[int]) -> tuple[int, ...]:
+        """Returns the tokens that end the text, given those of EOS."""
+        return (*(() if self.ignore_eos else eos), *self.stop_token_ids)
+
 
 def _check_finite(name: str, value: Any) -> None:
     check_real(name, value, "0 for none")
     if not math.isfinite(np.float32(value)):
         raise ValueError(f"{name}={value}: it must be finite")
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    """Returns sorted token ids, each once."""
+    if value is None:
+        return ()
+    if not isinstance(value, Iterable) or isinstance(value, str):
+        raise TypeError(f"{name}={value!r}: it must be a list of token ids")
+    value = tuple(value)
+    for token in value:
+        check_whole(f"a token of {name}", token, 0)
+    return tuple(sorted({int(token) for token in value}))
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:

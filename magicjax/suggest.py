@@ -16,7 +16,6 @@ RENAMED = {
     "max_new_tokens": "max_tokens",
     "max_length": "max_tokens",
     "stop_strings": "stop",
-    "stop_token_ids": "eos_token_id",
     "max_model_len": "capacity",
     "max_num_seqs": "slots",
     "max_num_batched_tokens": "prefill_chunk",

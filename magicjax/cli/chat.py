@@ -310,7 +310,7 @@ def _ending(result: Result, limit: int) -> str:
     stats = result.stats
     if result.finish_reason == "cancelled":
         return "(stopped)"
-    if result.finish_reason == "eos":
+    if result.finish_reason in ("eos", "stop"):
         return ""
     if stats.prompt_tokens + stats.new_tokens >= limit:
         return f"(the context of {limit} tokens is full: /reset starts a new conversation)"

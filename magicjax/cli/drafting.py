@@ -206,7 +206,27 @@ def add_sampling(parser: Any) -> None:
         help="string that is not generated; can be repeated",
     )
     group.add_argument(
-        "--min-tokens", type=int, default=0, help="new tokens before EOS is allowed; default: 0"
+        "--min-tokens",
+        type=int,
+        default=0,
+        help="new tokens before EOS and --stop-token-id are allowed; default: 0",
+    )
+    group.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="string that ends the text, which is cut before it; repeat the option for several; "
+        "--stop $'\\n' in bash for the end of a line",
+    )
+    group.add_argument(
+        "--stop-token-id",
+        dest="stop_token_ids",
+        action="append",
+        default=[],
+        type=int,
+        metavar="TOKEN",
+        help="token id that ends the text beside EOS; can be repeated",
     )
     group.add_argument("--ignore-eos", action="store_true", help="do not end the text at EOS")
     group.add_argument("--seed", type=int, default=0, help="default: 0")
@@ -264,7 +284,6 @@ def show_sampling_defaults(arguments: argparse.Namespace) -> None:
 def sampling_params(
     arguments: argparse.Namespace,
     max_tokens: int | None,
-    stop: Sequence[str] = (),
     grammar: magicjax.Grammar | None = None,
     logprobs: int | None = None,
 ) -> magicjax.SamplingParams:
@@ -283,7 +302,8 @@ def sampling_params(
         ignore_eos=arguments.ignore_eos,
         seed=arguments.seed,
         max_tokens=max_tokens,
-        stop=stop,
+        stop=arguments.stop,
+        stop_token_ids=arguments.stop_token_ids,
         grammar=grammar,
         logprobs=logprobs,
     )

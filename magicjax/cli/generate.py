@@ -16,7 +16,9 @@ import jax
 import magicjax
 from magicjax.cli import INTERRUPTED, drafting, options, text
 from magicjax.cli.options import AUTO
+from magicjax.decoding.prompts import token_ids
 from magicjax.decoding.runner import Output
+from magicjax.decoding.text_stream import TextStream
 from magicjax.decoding.validation import DEFAULT_TREE
 from magicjax.drafters import Drafter
 from magicjax.drafters.spec import make_drafter, parse_all, parse_trees
@@ -51,14 +53,6 @@ def add(commands: Any) -> None:
     source.add_argument("--chat", metavar="MESSAGE", help="message to answer, in a chat template")
     parser.add_argument(
         "--max-tokens", type=token_count, default=128, help="new tokens; default: 128"
-    )
-    parser.add_argument(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="string that ends the text, which is cut before it; repeat the option for several; "
-        "--stop $'\\n' in bash for the end of a line",
     )
     grammar = parser.add_mutually_exclusive_group()
     grammar.add_argument("--regex", help="regular expression that the whole text must match")
@@ -234,13 +228,14 @@ def _generate(
     params = drafting.sampling_params(
         arguments,
         max_tokens=arguments.max_tokens,
-        stop=arguments.stop,
         grammar=_grammar(arguments),
         logprobs=arguments.logprobs,
     )
+    target = text.unloaded_target(arguments, tokenizer)
+    prompts = token_ids(target, [_prompt(arguments)])
     rounds = magicjax.stream(
-        text.unloaded_target(arguments, tokenizer),
-        [_prompt(arguments)],
+        target,
+        prompts,
         params,
         drafter=drafter,
         tree=tree,
@@ -251,8 +246,10 @@ def _generate(
     if arguments.show_tree:
         trees = [tree for text in arguments.tree for tree in parse_trees(text)]
         print(*trees or [DEFAULT_TREE], sep="\n")
+    ends = params.end_tokens(target.eos_token_ids)
+    printed = TextStream(tokenizer, params.stop, prompts[0].tolist(), ends)
     with interruptible as interrupted:
-        output = text.print_stream(rounds, tokenizer, interrupted.is_set, params.stop)
+        output = text.print_stream(rounds, printed, interrupted.is_set)
     if output.logprobs is not None:
         tokens = output.tokens[0, : output.lengths[0]]
         print(text.log_prob_lines(tokenizer, tokens, output.logprobs[0]), file=sys.stderr)

@@ -4,7 +4,7 @@ import argparse
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import numpy as np
@@ -69,17 +69,13 @@ def interruptible() -> Iterator[threading.Event]:
 
 def print_stream(
     rounds: Generator[Any, bool | None, Any],
-    tokenizer: Any,
+    text: TextStream,
     interrupted: Callable[[], bool] = lambda: False,
-    stop: Sequence[str] = (),
 ) -> Any:
-    """Prints the text as it is generated, and returns the generator's return value.
+    """Prints a text as it is generated, and returns the generator's return value.
 
-    A character that spans several tokens is printed when it is complete. After a round in which
-    `interrupted` returns True, the generator ends (`magicjax.stream`). The text ends before the
-    first of the `stop` strings.
+    After a round in which `interrupted` returns True, the generator ends (`magicjax.stream`).
     """
-    text = TextStream(tokenizer, stop)
     ends: bool | None = None  # a generator starts with None
     while True:
         try:

@@ -82,6 +82,8 @@ def validate(
     memory.check_rows(target, len(prompts), mesh)
     rows = token_ids(target, prompts)
     of_rows = validation.params_of_rows(params, len(rows))
+    for each in of_rows:
+        validation.check_token_ids(target, each)
     verifier = validation.checked_verifier(options.verifier, drafter, tree, of_rows)
     limits = validation.checked_limits(target, rows, of_rows)
     validation.check_context(target, drafter, tree, shape.depth, rows, limits)
@@ -161,10 +163,13 @@ def sampling_of(params: Sequence[SamplingParams]) -> Sampling:
     )
 
 
-def eos_of_rows(eos: Sequence[int], params: Sequence[SamplingParams]) -> Int[np.ndarray, "B E"]:
-    """Returns the tokens that end each row; -1, at least once, in rows that EOS does not end."""
-    ignored = np.array([each.ignore_eos for each in params])
-    return np.where(ignored[:, None], np.int32(-1), np.array(eos or [-1], np.int32)[None])
+def eos_of_rows(
+    eos: Sequence[int], params: Sequence[SamplingParams], width: int = 1
+) -> Int[np.ndarray, "B E"]:
+    """Returns the tokens that end each row, padded with -1 to at least `width`."""
+    rows = [each.end_tokens(eos) for each in params]
+    width = max(width, *map(len, rows))
+    return np.array([(*row, *[-1] * (width - len(row))) for row in rows], np.int32)
 
 
 def processor_of(
@@ -175,8 +180,6 @@ def processor_of(
     """Returns the processor of logits of the rows; None if no row has one."""
     if not any(each.changes_logits for each in params):
         return None
-    for each in params:
-        validation.check_token_ids(target, each)
     sequences = [validation.bad_sequences(target, each) for each in params]
     return logits_processor.rows_of(params, prompts, sequences, target.config.vocab_size)
 

@@ -35,8 +35,8 @@ class Output:
 
     Attributes:
       sequences: per row, prompt and new tokens, int32.
-      texts: per row, the new text without special tokens, before the stop string; None without a
-        tokenizer.
+      texts: per row, the new text, which continues that of the prompt: without special tokens and
+        the token that ended it, before the stop string. None without a tokenizer.
       tokens: int32 [B, M], the new tokens of each row, padded with the pad token to the largest
         limit; after a stop string, up to the one that completed it.
       lengths: int32 [B], the number of new tokens of each row.
@@ -146,7 +146,7 @@ def run_to_end(request: Request, state: DecodeState) -> tuple[DecodeState, float
     The loop compares tokens, not strings. With stop strings it therefore runs a few rounds at a
     time, and the host searches the text.
     """
-    texts, total = text_streams(request), 0.0
+    texts, total = searched_texts(request), 0.0
     if not texts:
         return run(request, request.settings, state)
     while True:
@@ -180,7 +180,7 @@ def run_adaptive(
     calls: list[Call] = []
     ran: set[Arm] = set()
     total, decode_s = np.zeros(state.histogram.shape, np.int32), 0.0
-    limits, texts = np.asarray(request.limits), text_streams(request)
+    limits, texts = np.asarray(request.limits), searched_texts(request)
     prompt_lengths = np.array([len(prompt) for prompt in request.prompts])
     state, emitted, _, ended = end_stopped(state, texts)
     while not ended.all():
@@ -204,11 +204,18 @@ def run_adaptive(
     return state, calls, decode_s
 
 
-def text_streams(request: Request) -> list[TextStream]:
+def searched_texts(request: Request) -> list[TextStream]:
     """Returns the empty texts of the rows, in which stop strings are searched for; [] without."""
-    if not any(params.stop for params in request.params):
-        return []
-    return [TextStream(request.target.tokenizer, params.stop) for params in request.params]
+    return _texts(request) if any(params.stop for params in request.params) else []
+
+
+def _texts(request: Request) -> list[TextStream]:
+    """Returns the empty texts of the rows."""
+    ends = global_arrays.fetch(request.eos).tolist()
+    return [
+        TextStream(request.target.tokenizer, params.stop, prompt.tolist(), of_row)
+        for params, prompt, of_row in zip(request.params, request.prompts, ends, strict=True)
+    ]
 
 
 def end_stopped(
@@ -220,7 +227,7 @@ def end_stopped(
 
     Args:
       state: between two calls of the loop.
-      texts: of `text_streams`; the new tokens are pushed.
+      texts: of `searched_texts`; the new tokens are pushed.
     """
     lengths, output, ended = global_arrays.fetch((state.emitted, state.output, state.ended))
     if not texts:
@@ -275,7 +282,8 @@ def stream_rounds(
     Returns the last state and the seconds of all rounds. It ends after the round in which all rows
     have ended, or when True is sent to it.
     """
-    texts, decode_s, yielded = text_streams(request), 0.0, np.zeros(len(request.prompts), np.int32)
+    texts, decode_s = searched_texts(request), 0.0
+    yielded = np.zeros(len(request.prompts), np.int32)
     while True:
         state, emitted, output, ended = end_stopped(state, texts)
         stop = yield [row[a:b] for row, a, b in zip(output, yielded, emitted, strict=True)]
@@ -348,15 +356,15 @@ def output_of(
         (state.output, state.emitted, state.ended, state.logprobs, counters)
     )
     new = [row[:n] for row, n in zip(output, emitted, strict=True)]
-    tokenizer, streams = request.target.tokenizer, text_streams(request)
-    texts = None
-    if streams:
+    tokenizer, streams, texts = request.target.tokenizer, [], None
+    if getattr(tokenizer, "backend_tokenizer", None) is not None:
+        streams = _texts(request)
         for text, row in zip(streams, new, strict=True):
             text.push(row.tolist())
             text.finish()
         texts = [text.text for text in streams]
         new = [row[: len(text.tokens)] for text, row in zip(streams, new, strict=True)]
-    elif tokenizer is not None:
+    elif tokenizer is not None:  # without tokenizer.json
         texts = [tokenizer.decode(row, skip_special_tokens=True) for row in new]
     lengths = np.array([len(row) for row in new], np.int32)
     if logprobs is not None:
@@ -370,7 +378,9 @@ def output_of(
         of_prompts = [x if is_asked else None for x, is_asked in zip(of_prompts, asked)]
     output = output[:, : request.settings.max_tokens]
     inside = np.arange(output.shape[1]) < lengths[:, None]
-    stopped = [text.stopped for text in streams] or [False] * len(new)
+    found = [text.stopped for text in streams] or [False] * len(new)
+    rows = zip(found, new, request.params, strict=True)
+    stopped = [is_found or row[-1] in params.stop_token_ids for is_found, row, params in rows]
     eos = global_arrays.fetch(request.eos).tolist()
     target_bytes, draft_bytes = request.kv_bytes
     counted = acceptance(emitted, histogram, ranks, nodes, calls)

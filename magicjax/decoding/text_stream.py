@@ -1,30 +1,76 @@
-"""Text of a row while its tokens arrive, cut before the first stop string."""
+"""The text of a row while its tokens arrive, cut before the first stop string."""
 
-from collections.abc import Sequence
+import codecs
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from tokenizers.decoders import DecodeStream
+from magicjax.grammars.vocabulary import (
+    byte_of_fallback,
+    bytes_of_byte_level,
+    decoders_of,
+    special_tokens,
+)
+
+CHARACTER_BYTES = 4  # at most, in UTF-8
+FIRST_SURROGATE = 0xD800  # no text has surrogates: UTF-8 does not encode them
 
 
 class TextStream:
-    """Detokenizes one text incrementally.
+    """Detokenizes the text after a prompt incrementally. All texts are made here.
 
-    A character that spans several tokens is returned when it is complete. The end of the text is
-    held back while it may be the beginning of a stop string.
+    The text of the prompt and the new text are together that of all tokens: a tokenizer like
+    Llama 2's drops the space before the first word of a prompt only. Special tokens have no text. A
+    character that spans several tokens is returned when it is complete. Bytes that never become a
+    character are replaced by U+FFFD as Unicode recommends: once for each longest beginning of a
+    character. The end of the text is held back while it may be the beginning of a stop string.
 
     Attributes:
-      tokens: the tokens so far; end with the one that completed a stop string.
-      text: the text so far; ends before the stop string once it has been found.
+      tokens: the new tokens so far; end with the one that completed a stop string.
       stopped: whether a stop string has been found.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()):
-        """Starts an empty text; `tokenizer` is a fast tokenizer of transformers."""
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop: Sequence[str] = (),
+        prompt: Sequence[int] = (),
+        ends: Iterable[int] = (),
+    ):
+        """Starts an empty text.
+
+        Args:
+          tokenizer: a fast tokenizer of transformers.
+          stop: strings before which the text ends. Special tokens in them stand for themselves.
+          prompt: the tokens before the text.
+          ends: tokens that end the text, such as EOS; they have no text.
+        """
         self.tokens: list[int] = []
-        self.text, self.stopped = "", False
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
-        self._decoder = DecodeStream(skip_special_tokens=True)
-        self._returned = 0  # characters
+        self.stopped = False
+        self._read = _reader(tokenizer)
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._previous: list[int] = []  # the newest token that has text
+        self._marks: dict[int, str] = {}  # of special tokens in stop strings, a surrogate each
+        self._ends = frozenset[int]()
+        self._text, self._returned = "", 0  # with marks; characters
+        visible = (token for token in reversed(prompt) if self._read.own_bytes(token) != b"")
+        for token in reversed([*itertools.islice(visible, CHARACTER_BYTES)]):
+            self._step(token)  # its text is the prompt's; an incomplete character is not
+        self._ends = frozenset(ends)
+        names = {name: token for token, name in self._read.special.items()}
+        marked = [*stop]
+        for name in sorted(names, key=len, reverse=True) if stop else ():
+            if any(name in string for string in marked):
+                self._marks[names[name]] = mark = chr(FIRST_SURROGATE + len(self._marks))
+                marked = [string.replace(name, mark) for string in marked]
+        self._stop = tuple(dict.fromkeys([*stop, *marked]))  # also where its text is spelled
+
+    @property
+    def text(self) -> str:
+        """The text so far; ends before the stop string once it has been found."""
+        return self._visible(self._text)
 
     def push(self, tokens: Sequence[int]) -> tuple[int, str]:
         """Returns how many of the tokens belong to the text, and the new text.
@@ -36,46 +82,81 @@ class TextStream:
             chunk = self._step(token)
             if not chunk:
                 continue
-            before = len(self.text)
-            self.text += chunk
+            before = len(self._text)
+            self._text += chunk
             if (end := self._first_stop(before)) is not None:
-                self.text, self.stopped = self.text[:end], True
-                return count, self._new(len(self.text))
-        return len(tokens), self._new(len(self.text) - self._held())
-
-    def _step(self, token: int) -> str:
-        """Returns the text that a token, the last one of `tokens`, adds."""
-        backend = self._tokenizer.backend_tokenizer
-        try:
-            return self._decoder.step(backend, token) or ""
-        except Exception as error:  # tokenizers has no narrower class for it
-            if "Invalid prefix" not in str(error):
-                raise
-        # A byte token that belongs to no character: the stream cannot continue after it.
-        self._decoder = DecodeStream(skip_special_tokens=True)
-        chunk = self._decoder.step(backend, token) or ""
-        whole = self._tokenizer.decode(self.tokens, skip_special_tokens=True)
-        return whole[len(self.text) :] if whole.startswith(self.text) else chunk
+                self._text, self.stopped = self._text[:end], True
+                return count, self._new(len(self._text))
+        return len(tokens), self._new(len(self._text) - self._held())
 
     def finish(self) -> str:
         """Returns the rest of the text: what was held back, and an incomplete last character."""
         if not self.stopped:
-            whole = self._tokenizer.decode(self.tokens, skip_special_tokens=True)
-            self.text = whole if whole.startswith(self.text) else self.text
-        return self._new(len(self.text))
+            self._text += self._utf8.decode(b"", final=True)
+        return self._new(len(self._text))
+
+    def _step(self, token: int) -> str:
+        """Returns the text that a token adds: complete characters, or the mark of a token."""
+        if token in self._marks:
+            return self._utf8.decode(b"", final=True) + self._marks[token]
+        new = b"" if token in self._ends else self._read.own_bytes(token)
+        if new == b"":
+            return ""
+        is_first_space = new == b" " and not self._previous
+        if new is None or is_first_space:  # decoders strip it, and join pieces of words
+            before = self._read.decode(self._previous)
+            new = self._read.decode([*self._previous, token])[len(before) :].encode()
+        self._previous = [token]
+        return self._utf8.decode(new)
 
     def _new(self, end: int) -> str:
-        new, self._returned = self.text[self._returned : end], max(self._returned, end)
-        return new
+        new, self._returned = self._text[self._returned : end], max(self._returned, end)
+        return self._visible(new)
+
+    def _visible(self, text: str) -> str:
+        """Returns a text without marks."""
+        return text.translate({ord(mark): None for mark in self._marks.values()})
 
     def _first_stop(self, before: int) -> int | None:
         """Returns where the first stop string begins that ends beyond `before` characters."""
-        found = (self.text.find(stop, max(0, before - len(stop) + 1)) for stop in self._stop)
+        found = (self._text.find(stop, max(0, before - len(stop) + 1)) for stop in self._stop)
         return min((start for start in found if start >= 0), default=None)
 
     def _held(self) -> int:
         """Returns the length of the longest end of the text that begins a stop string."""
-        return max((_overlap(self.text, stop) for stop in self._stop), default=0)
+        return max((_overlap(self._text, stop) for stop in self._stop), default=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reader:
+    """What a tokenizer knows about its tokens.
+
+    Attributes:
+      special: the tokens without text.
+      own_bytes: the bytes of a token, b"" without text; None if they depend on the token before.
+      decode: the text of some tokens alone.
+    """
+
+    special: Mapping[int, str]
+    own_bytes: Callable[[int], bytes | None]
+    decode: Callable[[list[int]], str]
+
+
+@functools.lru_cache(maxsize=4)
+def _reader(tokenizer: Any) -> _Reader:
+    backend = tokenizer.backend_tokenizer
+    special, decoders = special_tokens(backend), decoders_of(backend)
+
+    @functools.lru_cache(maxsize=2**17)
+    def own_bytes(token: int) -> bytes | None:
+        text = None if token in special else backend.id_to_token(token)
+        if not text:  # embeddings can have more tokens than the tokenizer
+            return b""
+        if "ByteLevel" in decoders:
+            return bytes_of_byte_level(text)
+        return byte_of_fallback(text) if "ByteFallback" in decoders else None
+
+    return _Reader(special, own_bytes, functools.partial(backend.decode, skip_special_tokens=True))
 
 
 def _overlap(text: str, stop: str) -> int:

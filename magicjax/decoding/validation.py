@@ -246,11 +246,12 @@ def _token_id(name: str, value: Any) -> int:
 
 
 def check_token_ids(target: Model, params: SamplingParams) -> None:
-    """Raises ValueError if a bias or the allowed tokens are outside of the vocabulary."""
+    """Raises ValueError if tokens of the parameters are outside of the vocabulary."""
     vocab = target.config.vocab_size
     for name, given in (
         ("logit_bias", dict(params.logit_bias)),
         ("allowed_token_ids", params.allowed_token_ids or ()),
+        ("stop_token_ids", params.stop_token_ids),
     ):
         if (ids := [*given]) and max(ids) >= vocab:
             raise ValueError(
@@ -286,7 +287,7 @@ def check_stop(target: Model, params: Sequence[SamplingParams]) -> None:
     if target.tokenizer is None:
         raise ValueError(
             f"stop={stop!r}: the target {target.name!r} has no tokenizer, and stop strings "
-            "are searched for in the text; use eos_token_id"
+            "are searched for in the text; use stop_token_ids"
         )
     check_detokenization(target)
 

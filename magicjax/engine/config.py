@@ -14,6 +14,7 @@ from magicjax.verification.logprobs import MAX_ALTERNATIVES
 
 MAX_SLOTS = 2**16
 MAX_CAPACITY = 4096  # default limit: a model's own one can need more memory than the device has
+MAX_STOP_TOKENS = 16  # of a request, beside EOS: all requests share shapes
 MAX_PREFILLS = 2  # at once, each in a row of its own: a short prompt overtakes a long one
 
 
@@ -135,6 +136,10 @@ class EngineConfig:
             raise ValueError(
                 "penalties, logit_bias, allowed_token_ids, bad_words and min_tokens in an engine "
                 "without them: create the engine with logits_processors=True"
+            )
+        if (count := len(params.stop_token_ids)) > MAX_STOP_TOKENS:
+            raise ValueError(
+                f"stop_token_ids has {count} tokens: an engine supports at most {MAX_STOP_TOKENS}"
             )
         limit = self.logprobs
         for name in ("logprobs", "prompt_logprobs"):

@@ -20,6 +20,7 @@ from magicjax.checks import check_whole
 from magicjax.decoding import program_cache, runner
 from magicjax.decoding.controller import PROBE_ROUNDS, Arm, Controller, Probes
 from magicjax.decoding.loop import Prefilled
+from magicjax.decoding.text_stream import TextStream
 from magicjax.decoding.validation import check_params
 from magicjax.drafters import Drafter
 from magicjax.engine import speculation, submission
@@ -165,7 +166,10 @@ class Engine:
         """
         self._scheduler.check_room(1)
         request = submission.validated(self._templates, prompt, params, priority, deadline_s)
-        handle = Handle(self, request, self._templates.row.target.tokenizer)
+        tokenizer = self._templates.row.target.tokenizer
+        after = request.prompt.tolist(), params.end_tokens(tuple(self._eos))
+        text = None if tokenizer is None else TextStream(tokenizer, params.stop, *after)
+        handle = Handle(self, request, text)
         self._scheduler.add(handle)
         return handle
 
@@ -410,7 +414,9 @@ class Engine:
         handle.emitted = len(tokens)
         stopped = handle.deliver(tokens[new], logprobs and logprobs[new], time.monotonic())
         if stopped or ended:
-            is_eos = tokens[-1] in self._eos and not handle.request.params.ignore_eos
+            last, params = tokens[-1], handle.request.params
+            stopped |= last in params.stop_token_ids
+            is_eos = last in self._eos and not params.ignore_eos
             self._end(handle, "stop" if stopped else "eos" if is_eos else "length")
 
     def _end(self, handle: Handle, reason: str) -> None:

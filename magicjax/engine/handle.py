@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -13,8 +13,8 @@ from magicjax.decoding.text_stream import TextStream
 from magicjax.engine.request import EngineRequest
 from magicjax.verification.logprobs import LogProbs
 
-# Why a request ended: an EOS token, its limit of new tokens, a stop string, `Handle.cancel`, or its
-# deadline.
+# Why a request ended: an EOS token, its limit of new tokens, a stop string or token,
+# `Handle.cancel`, or its deadline.
 FINISH_REASONS = ("eos", "length", "stop", "cancelled", "deadline")
 
 
@@ -83,7 +83,8 @@ class Result:
     Attributes:
       tokens: int32 [T], the new tokens, an EOS included; after a stop string, up to the token that
         completed it.
-      text: the new text without special tokens, before the stop string; None without a tokenizer.
+      text: the new text, which continues that of the prompt: without special tokens and the token
+        that ended it, before the stop string. None without a tokenizer.
       logprobs: of the tokens; None if they were not requested.
       prompt_logprobs: of the prompt's tokens except for the first one; None if they were not
         requested, or if the request ended before.
@@ -116,11 +117,11 @@ class Handle:
       request: the prompt and its parameters.
     """
 
-    def __init__(self, engine: _Engine, request: EngineRequest, tokenizer: Any):
-        """Only `Engine.submit` makes handles."""
+    def __init__(self, engine: _Engine, request: EngineRequest, text: TextStream | None):
+        """Only `Engine.submit` makes handles; the text is empty, None without a tokenizer."""
         self.request = request
         self._engine = engine
-        self._text = None if tokenizer is None else TextStream(tokenizer, request.params.stop)
+        self._text = text
         self._tokens: list[int] = []
         # Of the pieces, the first one empty.
         self._logprobs = [_no_logprobs(request.params.logprobs)]

@@ -25,7 +25,7 @@ from magicjax.decoding.request import Request, RequestOptions
 from magicjax.decoding.validation import bad_sequences, check_detokenization, check_target
 from magicjax.drafters import Drafter
 from magicjax.engine import memory_check
-from magicjax.engine.config import EngineConfig
+from magicjax.engine.config import MAX_STOP_TOKENS, EngineConfig
 from magicjax.engine.request import EngineRequest
 from magicjax.engine.scheduler import PrefillRule
 from magicjax.grammars.arena import CLASSES, Arena, row_of
@@ -115,6 +115,7 @@ def validated(
         mesh=mesh,
     )
     row = validate(target, [longest] * groups, params, options)
+    eos = tuple(token for token in row.eos[0].tolist() if token >= 0)
     bounded = config.max_stall_ms is not None
     chunk = min(BOUNDED_CHUNK if bounded else CHUNK, config.prefill_chunk)
     capacity = capacity_of(config.capacity, row.settings.shape.depth, chunk)
@@ -128,7 +129,7 @@ def validated(
         tokens=np.zeros((1, capacity), np.int32),
         lengths=row.lengths[:1],
         limits=row.limits[:1],
-        eos=row.eos[:1],
+        eos=eos_of_rows(eos, [SamplingParams()], len(eos) + MAX_STOP_TOKENS),
         wants_logprobs=np.zeros(1, bool),
         speculative=np.ones(1, bool),
         sampling=row_sampling(config, SamplingParams()),
@@ -137,7 +138,6 @@ def validated(
     )
     config.check_drafter(row.drafter, row.settings.verifier)
     memory_check.check_prefixes(row, config)
-    eos = tuple(token for token in row.eos[0].tolist() if token >= 0)
     verifier = row.settings.verifier
     return dataclasses.replace(config, eos_token_id=eos, verifier=verifier), row
 
@@ -301,7 +301,7 @@ def row_of_request(
         "tokens": tokens,
         "lengths": _one_row(len(prompt)),
         "limits": _one_row(request.max_tokens),
-        "eos": eos_of_rows(config.eos_token_id, [params]),
+        "eos": eos_of_rows(config.eos_token_id, [params], row.eos.shape[1]),
         "sampling": row_sampling(config, params),
         "wants_logprobs": np.array([params.logprobs is not None]),
         "speculative": np.array([params.speculative]),

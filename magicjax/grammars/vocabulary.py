@@ -38,22 +38,17 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ValueError("a grammar requires a fast tokenizer, which has a tokenizer.json")
-    decoder = json.dumps(json.loads(backend.to_str())["decoder"])
-    byte_level = '"ByteLevel"' in decoder
-    if not byte_level and not any(f'"{kind}"' in decoder for kind in ("ByteFallback", "Metaspace")):
+    found = decoders_of(backend)
+    if not found & {"ByteLevel", "ByteFallback", "Metaspace"}:
         raise ValueError(
             f"a grammar requires a tokenizer with one of the decoders {DECODERS}, and this one has "
-            f"{decoder}"
+            f"{', '.join(sorted(found)) or 'none'}"
         )
-    to_bytes = _of_byte_level if byte_level else _of_byte_fallback
-    added = backend.get_added_tokens_decoder()
-    special = set(tokenizer.all_special_ids)
+    to_bytes = bytes_of_byte_level if "ByteLevel" in found else _of_byte_fallback
+    special = {*tokenizer.all_special_ids, *special_tokens(backend)}
     texts = {}
     for text, token in backend.get_vocab(with_added_tokens=True).items():
-        if token in special or (token in added and added[token].special):
-            continue
-        encoded = text.encode() if token in added else to_bytes(text)
-        if encoded:
+        if token not in special and (encoded := to_bytes(text)):
             texts[token] = encoded
     ids = sorted(texts)
     lengths = np.array([len(texts[token]) for token in ids], np.int32)
@@ -61,6 +56,20 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
     for row, token in zip(padded, ids, strict=True):
         row[: len(texts[token])] = np.frombuffer(texts[token], np.uint8)
     return Vocabulary(np.array(ids, np.int32), padded, lengths)
+
+
+def decoders_of(backend: Any) -> set[str]:
+    """Returns the types of the decoders of a tokenizer of the package `tokenizers`."""
+    if backend.decoder is None:
+        return set()
+    described = json.loads(backend.decoder.__getstate__())
+    return {each["type"] for each in (described, *described.get("decoders", ()))}
+
+
+def special_tokens(backend: Any) -> dict[int, str]:
+    """Returns the tokens of a tokenizer of the package `tokenizers` that stand for no text."""
+    added = backend.get_added_tokens_decoder()
+    return {token: each.content for token, each in added.items() if each.special}
 
 
 @functools.cache
@@ -76,12 +85,18 @@ def _bytes_of_characters() -> dict[str, int]:
     }
 
 
-def _of_byte_level(text: str) -> bytes:
+def bytes_of_byte_level(token: str) -> bytes:
+    """Returns the bytes of a token of a byte-level vocabulary, as the decoder ByteLevel does."""
     table = _bytes_of_characters()
-    return bytes(table[char] for char in text) if all(char in table for char in text) else b""
+    known = all(character in table for character in token)
+    return bytes(table[character] for character in token) if known else token.encode()
+
+
+def byte_of_fallback(token: str) -> bytes | None:
+    """Returns the byte of a token such as "<0xE2>", as the decoder ByteFallback does, else None."""
+    match = BYTE_TOKEN.fullmatch(token)
+    return bytes([int(match[1], 16)]) if match else None
 
 
 def _of_byte_fallback(text: str) -> bytes:
-    if match := BYTE_TOKEN.fullmatch(text):
-        return bytes([int(match[1], 16)])
-    return text.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()
+    return byte_of_fallback(text) or text.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field
 
+from magicjax.engine.config import MAX_STOP_TOKENS
 from magicjax.server.errors import ApiError
 from magicjax.suggest import did_you_mean
 from magicjax.verification.logprobs import MAX_ALTERNATIVES
@@ -122,6 +123,9 @@ class _Body(_Object):
             description=f"a string, or a list of at most {MAX_STOPS}, of 1 to "
             f"{MAX_STOP_CHARACTERS} characters each",
         )
+    )
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS), _Fast] | None = (
+        Field(None, description=f"a list of at most {MAX_STOP_TOKENS} token ids")
     )
     max_tokens: int | None = Field(None, ge=0, description="a whole number, 0 or more")
     ignore_eos: bool | None = Field(None, description="true or false")

@@ -11,6 +11,7 @@ from jaxtyping import Int
 from pydantic_core import from_json
 
 from magicjax.decoding.prompts import chat_tokens, token_ids
+from magicjax.decoding.text_stream import TextStream
 from magicjax.engine.config import EngineConfig
 from magicjax.grammars import json_schema, trial
 from magicjax.grammars.arena import CLASSES, automaton_of
@@ -127,9 +128,15 @@ def parse_completion(data: bytes, served: Served) -> Generation:
         return generation
     if body.stream:
         raise ApiError(400, "echo=true with stream=true is not supported: omit one", param="echo")
-    decode = served.target.tokenizer.decode
-    texts = [each if isinstance(each, str) else decode(each) for each in prompt]
+    texts = [one if isinstance(one, str) else _text(served, one) for one in prompt]
     return dataclasses.replace(generation, echo=texts, echo_only=body.max_tokens == 0)
+
+
+def _text(served: Served, tokens: Sequence[int]) -> str:
+    """Returns the text of tokens; that of an incomplete last character begins the answer's."""
+    text = TextStream(served.target.tokenizer)
+    text.push(tokens)
+    return text.text
 
 
 def parse_chat(data: bytes, served: Served) -> Generation:
@@ -288,6 +295,7 @@ def _params(
             seed=secrets.randbits(32) if body.seed is None else body.seed % 2**32,
             max_tokens=limit,
             stop=body.stop or (),
+            stop_token_ids=body.stop_token_ids or (),
             grammar=grammar,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,

@@ -11,7 +11,13 @@ from magicjax.decoding import preparation
 from magicjax.decoding.request import Request, RequestOptions
 from sharding import global_arrays
 
-OF_ONE = ("stop", "logit_bias", "allowed_token_ids", "bad_words")  # sequences of one row
+OF_ONE = (
+    "stop",
+    "stop_token_ids",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+)  # sequences of one row
 FIELDS = tuple(magicjax.SamplingParams.__dataclass_fields__)
 
 

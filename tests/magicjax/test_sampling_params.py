@@ -38,11 +38,9 @@ def test_stop_strings_become_a_tuple_and_numpy_numbers_are_numbers():
             9,
             "max_new_tokens=9 is not an argument of magicjax.SamplingParams: use ",
         ),
-        (
-            "stop_token_ids",
-            [2],
-            "or magicjax.generate(eos_token_id=...) or magicjax.stream(eos_tok",
-        ),
+        ("stop_token_ids", 2, "stop_token_ids=2: it must be a list of token ids"),
+        ("stop_token_ids", ["</s>"], "a token of stop_token_ids='</s>': it must be a whole number"),
+        ("stop_token_ids", [-1], "a token of stop_token_ids=-1: it must be at least 0"),
         (
             "n",
             2,
@@ -59,3 +57,10 @@ def test_invalid_values_are_errors(field, value, message):
 def test_values_that_cannot_change_greedy_decoding_are_accepted():
     params = SamplingParams(temperature=0, top_k=5, top_p=0.9, min_p=0.1, seed=3)
     assert params.greedy and (params.top_k, params.seed) == (5, 3)
+
+
+def test_tokens_that_end_a_text():
+    params = SamplingParams(stop_token_ids=np.array([7, 3, 7]))
+    assert params.stop_token_ids == (3, 7) and params.end_tokens([1, 2]) == (1, 2, 3, 7)
+    assert SamplingParams(stop_token_ids=[3], ignore_eos=True).end_tokens([1]) == (3,)
+    assert SamplingParams(stop_token_ids=None) == SamplingParams()

@@ -187,6 +187,13 @@ def test_a_conversation_from_a_pipe(talk, tmp_path):
     assert "unknown command /stat; did you mean '/stats'?; /help lists the commands" in err
 
 
+def test_answers_end_at_stop_strings_and_tokens(talk):
+    token = byte_tokenizer(None).convert_tokens_to_ids("o")
+    for options in (("--stop-token-id", token), ("--stop", "ol")):
+        code, out, err = talk(["go!", "hi?"], *options)
+        assert (code, out) == (0, "l\nfine.\n") and "ended at" not in err
+
+
 def test_a_full_context_ends_answers_and_refuses_messages_in_one_line(talk):
     code, out, err = talk(
         ["go!", "more?", "/reset", "hi?", "go!"], "--max-context", 24, "--max-tokens", 22

@@ -16,6 +16,7 @@ import magicjax
 import models
 from magicjax import loading
 from magicjax.cli import main, text
+from magicjax.decoding.text_stream import TextStream
 from magicjax.parallel import offloading
 from pallas_kernels import choose_backend
 from tests.magicjax import keywords, tiny
@@ -56,6 +57,14 @@ def test_stop_strings_end_the_printed_text(directory, run):
     )
     assert (code, out) == (0, whole[: whole.index(stop)] + "\n")
     assert re.search(r"^(\d|1\d) tokens, ", err)
+    target = magicjax.load(directory)
+    token = int(keywords.generate(target, [PROMPT], max_tokens=20).tokens[0, 4])
+    expected = expected_text(directory, stop_token_ids=[token])
+    code, out, err = run(
+        *("generate", "--target", directory, "--prompt", PROMPT, "--max-tokens", 20),
+        *("--stop-token-id", token),
+    )
+    assert (code, out) == (0, expected + "\n") and expected != whole
 
 
 def test_values_that_cannot_change_the_text_are_accepted(directory, run):
@@ -149,10 +158,10 @@ def test_a_character_of_several_tokens_is_printed_when_it_is_complete(directory,
         return count
 
     monkeypatch.setattr(builtins, "print", lambda text, **_: printed.append(text))
-    assert text.print_stream(rounds(5), tokenizer) == 5
+    assert text.print_stream(rounds(5), TextStream(tokenizer)) == 5
     assert printed == ["n", "", "", "☃", "!", ""]
     printed.clear()
-    text.print_stream(rounds(2), tokenizer)  # an incomplete character at the end
+    text.print_stream(rounds(2), TextStream(tokenizer))  # an incomplete character at the end
     assert printed == ["n", "", "\N{REPLACEMENT CHARACTER}"]
 
 

@@ -110,6 +110,10 @@ REFUSED = {
         ["--target", "DIR", "--prompt", "a", "--top-k", "5"],
         "--top-k has no effect without --temperature: remove it",
     ),
+    "a stop token of another vocabulary": (
+        ["--target", "DIR", "--prompt", "a", "--stop-token-id", "999"],
+        "stop_token_ids has the token 999, and the vocabulary has",
+    ),
     "no such drafter": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "big:DIR"],
         "'big' is not a drafter (drafters: eagle, full, prompt-lookup, quest, self, small, suffix, "

@@ -209,6 +209,7 @@ def test_what_a_target_or_an_engine_lacks_is_refused():
                 make.submit([1, 2], SamplingParams(max_tokens=8, **params))
 
     refused("logit_bias has the token 99, and the vocabulary has", dict(logit_bias={99: 1.0}))
+    refused("stop_token_ids has the token 99, and the vocabul", dict(stop_token_ids=[99]))
     refused("has no tokenizer, which bad_words need", dict(bad_words="a"))
     config = magicjax.EngineConfig(slots=1, capacity=64)
     engine = magicjax.Engine(spelled.target(), config=config)
@@ -217,3 +218,6 @@ def test_what_a_target_or_an_engine_lacks_is_refused():
     engine = magicjax.Engine(spelled.target(), config=config)
     refused("an engine excludes 64 of at most 8", dict(bad_words="abcdefghijk"), engine)
     refused("allowed_token_ids has the token 99", dict(allowed_token_ids=[99]), engine)
+    refused("stop_token_ids has the token 99", dict(stop_token_ids=[99]), engine)
+    many = dict(stop_token_ids=range(17))
+    refused("stop_token_ids has 17 tokens: an engine supports at most 16", many, engine)

@@ -109,6 +109,31 @@ def test_without_a_stop_string_rows_end_with_eos_or_at_their_limit(target):
     assert output.finish_reasons == ["eos" if end else "length" for end in ends] and any(ends)
 
 
+@pytest.mark.parametrize("call", [generate, stream])
+def test_rows_end_at_their_stop_tokens(target, call):
+    """EOS does not end them; the text is without the token."""
+    tokens = [int(row[n]) for row, n in zip(tiny.rows_of(whole(target)), (5, 9, 13), strict=True)]
+    found = call(target, stop_token_ids=tokens, ignore_eos=True, eos_token_id=0)
+    for before, row, text in zip(tiny.rows_of(whole(target)), tiny.rows_of(found), found.texts):
+        count = next(n for n, token in enumerate(before) if token in tokens) + 1
+        np.testing.assert_array_equal(row, before[:count])
+        assert text == target.tokenizer.decode(before[: count - 1])
+    assert found.finish_reasons == ["stop"] * 3
+
+
+def test_stop_tokens_are_of_one_row_and_wait_for_min_tokens(target):
+    rows = tiny.rows_of(whole(target))
+    params = [
+        magicjax.SamplingParams(max_tokens=NEW, stop_token_ids=[int(rows[0][5])]),
+        magicjax.SamplingParams(max_tokens=NEW),
+        magicjax.SamplingParams(max_tokens=NEW, stop_token_ids=[int(rows[2][5])], min_tokens=NEW),
+    ]
+    found = magicjax.generate(target, PROMPTS, params, eos_token_id=[], **DRAFTED)
+    assert found.finish_reasons == ["stop", "length", "length"]
+    np.testing.assert_array_equal(tiny.rows_of(found)[1], rows[1])
+    assert rows[2][5] not in tiny.rows_of(found)[2][:-1]
+
+
 def test_a_cancelled_stream_says_so(target):
     rounds = keywords.stream(target, PROMPTS, max_tokens=[1, NEW, NEW], eos_token_id=[])
     next(rounds)
@@ -134,6 +159,6 @@ def test_stop_strings_without_a_tokenizer_are_errors_before_compilation():
     before = program_cache.totals()
     params = magicjax.SamplingParams(stop="a")
     for call in (magicjax.generate, magicjax.stream):
-        with pytest.raises(ValueError, match="stop='a': .* has no tokenizer, .* use eos_token_id"):
+        with pytest.raises(ValueError, match="stop='a': .* has no tokenizer, .* use stop_token"):
             call(tiny.model(), [[1, 2, 3]], params)
     assert program_cache.totals() == before

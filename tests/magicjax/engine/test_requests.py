@@ -71,6 +71,27 @@ def test_a_text_ends_before_its_stop_string(target):
     assert any(len(handle.result().tokens) < 30 for handle in stopped)
 
 
+def test_a_text_ends_at_its_stop_token(target):
+    """Whatever stop tokens the other requests have."""
+    tokens, _ = _whole(target)
+    engine, compiled = texts_engine(target), None
+    for last in (7, 20):
+        stops = [int(tokens[last])], [int(token) for token in tokens[last : last + 12]], ()
+        every = [SamplingParams(stop_token_ids=each, max_tokens=None) for each in stops]
+        handles = [engine.submit(PROMPT, params) for params in every]
+        engine.run()
+        for handle, params in zip(handles, every, strict=True):
+            result = handle.result()
+            ends = [n for n, token in enumerate(tokens) if token in params.stop_token_ids]
+            count = ends[0] + 1 if ends else len(tokens)
+            np.testing.assert_array_equal(result.tokens, tokens[:count])
+            assert result.finish_reason == ("stop" if ends else "length")
+            assert result.text == target.tokenizer.decode(tokens[: count - bool(ends)])
+            assert "".join(new.text for new in handle.arrived()) == result.text
+        assert compiled in (None, program_cache.totals())
+        compiled = program_cache.totals()
+
+
 def test_a_text_without_a_stop_string_is_that_of_generate(target):
     tokens, whole = _whole(target)
     handle = texts_engine(target).submit(PROMPT)

@@ -12,6 +12,7 @@ from magicjax import EngineConfig, SamplingParams
 from magicjax.server import bodies, protocol, tool_calls
 from magicjax.server.errors import ApiError
 from magicjax.server.protocol import Generation, Served
+from tests.magicjax import small_tokenizers
 from tests.magicjax.server import serving
 
 CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
@@ -104,6 +105,8 @@ def test_fields_become_parameters(path):
         ("logit_bias", {"5": 101}, "logit_bias={'5': 101}: it must be an object of token ids"),
         ("logit_bias", {"five": 1}, "logit_bias has the name 'five': it must be a token id"),
         ("allowed_token_ids", [], "allowed_token_ids=[]: it must be a list of at least one"),
+        ("stop_token_ids", [-1], "stop_token_ids=[-1]: it must be a list of at most 16 token ids"),
+        ("stop_token_ids", [1] * 17, "it must be a list of at most 16 token ids"),
         ("bad_words", [""], "bad_words=['']: it must be a list of at most 16 strings"),
         ("min_tokens", -1, "min_tokens=-1: it must be a whole number, 0 or more"),
         ("min_tokens", 33, "min_tokens=33 exceeds max_tokens="),
@@ -203,13 +206,27 @@ def test_values_that_change_nothing_are_accepted(path):
 def test_fields_are_parameters_of_the_text():
     given = dict(min_p=0.1, repetition_penalty=1.2, frequency_penalty=-0.5, presence_penalty=2)
     given |= dict(allowed_token_ids=[3, 1], bad_words=["a"], min_tokens=4, ignore_eos=True)
-    given |= dict(speculative=False)
+    given |= dict(speculative=False, stop_token_ids=[5, 2])
     for path in PARSERS:
         params = parse(path, max_tokens=8, **given, logit_bias={"7": -100, "3": 1.5}).params
         expected = SamplingParams(
             temperature=1.0, max_tokens=8, seed=params.seed, **given, logit_bias={3: 1.5, 7: -100}
         )
         assert params == expected
+
+
+def test_the_text_of_a_prompt_of_tokens_ends_before_an_incomplete_character():
+    """The answer begins with it."""
+    model, tokenizer = served(), small_tokenizers.make("byte-level")
+    model.target.tokenizer, model.target.config.vocab_size = tokenizer, len(tokenizer)
+    ids = tokenizer("a ⌘")["input_ids"]  # a token for each byte of the last character
+
+    def echo(prompt):
+        body = dict(prompt=prompt, echo=True, max_tokens=1)
+        return protocol.parse_completion(json.dumps(body).encode(), model).echo
+
+    assert echo([ids, ids[:-1], ids[:-2]]) == ["a ⌘", "a ", "a "]
+    assert echo(["a ⌘", "<s>"]) == ["a ⌘", "<s>"]  # as it was sent
 
 
 def test_an_answer_can_be_sent_back_as_the_client_dumps_it():

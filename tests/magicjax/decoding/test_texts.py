@@ -1,0 +1,96 @@
+"""`generate`, `stream`, the command and the engine give one text, which continues the prompt's."""
+
+import numpy as np
+import pytest
+
+import magicjax
+import models
+from tests.magicjax import keywords, tiny
+from tests.magicjax.small_tokenizers import BYTES, TURN, make
+
+NEW = 12
+PROMPTS = ["Hello", "The cat's 12 hats"]
+DRAFTED = dict(drafter="prompt-lookup:2", tree="chain:3")
+TEMPLATE = "{% for m in messages %}{{ m.content }}<|end|>\n{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """A model with a tokenizer like Llama 2's, and a chat template."""
+    tokenizer = make("byte-fallback")
+    tokenizer.chat_template = TEMPLATE
+    module = models.build(tiny.config(vocab_size=len(tokenizer), num_layers=1))
+    path, params = tmp_path_factory.mktemp("models") / "spaced", models.init_params(module, 0)
+    models.save_checkpoint(path, module, params, eos_token_ids=[2], tokenizer=tokenizer)
+    tokenizer.chat_template = None
+    return path
+
+
+@pytest.fixture(scope="module")
+def target(directory):
+    return magicjax.load(directory, dtype="float32")
+
+
+def spaced(target) -> list[int]:
+    """Returns the tokens that begin with a space."""
+    tokens = target.tokenizer.get_vocab().items()
+    return sorted(token for text, token in tokens if text.startswith("▁") and len(text) > 1)
+
+
+def engine_texts(target, params) -> list[str]:
+    config = magicjax.EngineConfig(
+        slots=2, capacity=64, max_tokens=32, logits_processors=True, grammar_states=64
+    )
+    engine = magicjax.Engine(target, **DRAFTED, config=config)
+    handles = [engine.submit(prompt, params) for prompt in PROMPTS]
+    engine.run()
+    texts = [handle.result().text for handle in handles]
+    assert ["".join(new.text for new in handle.arrived()) for handle in handles] == texts
+    return texts
+
+
+def test_the_text_begins_with_the_space_of_its_first_token(target, directory, run):
+    params = magicjax.SamplingParams(max_tokens=NEW, allowed_token_ids=spaced(target))
+    output = magicjax.generate(target, PROMPTS, params, **DRAFTED)
+    decode = target.tokenizer.backend_tokenizer.decode
+    for prompt, row, text in zip(PROMPTS, output.sequences, output.texts, strict=True):
+        assert text.startswith(" ") and prompt + text == decode(row.tolist())
+    assert engine_texts(target, params) == output.texts
+    bias = spaced(target)[0]
+    expected = keywords.generate(target, PROMPTS[:1], max_tokens=3, logit_bias={bias: 100.0})
+    code, out, _ = run(
+        *("generate", "--target", directory, "--dtype", "float32", "--prompt", PROMPTS[0]),
+        *("--max-tokens", 3, "--logit-bias", f"{bias}=100"),
+    )
+    assert (code, out) == (0, f"{expected.texts[0]}\n") and out.startswith(" ")
+
+
+def test_the_limit_of_tokens_cuts_no_complete_character(target):
+    text = "你好🙂"
+    for limit in (7, 10):  # within the emoji, and after it
+        grammar = magicjax.Grammar.regex(f"{text}x*")
+        params = magicjax.SamplingParams(max_tokens=limit, grammar=grammar)
+        stopped = magicjax.SamplingParams(max_tokens=limit, grammar=grammar, stop="zzz")
+        output = magicjax.generate(target, PROMPTS, [params, stopped], **DRAFTED)
+        expected = text.encode()[:limit].decode(errors="replace")
+        assert output.texts == [expected] * 2
+    assert engine_texts(target, params) == output.texts
+
+
+def test_the_end_of_a_turn_ends_a_text(target, directory):
+    end = target.tokenizer.convert_tokens_to_ids(TURN)
+    assert target.eos_token_ids == (2, end)
+    output = keywords.generate(target, PROMPTS, max_tokens=4, logit_bias={end: 1000.0})
+    assert output.finish_reasons == ["eos"] * 2 and output.texts == [""] * 2
+    np.testing.assert_array_equal(output.lengths, [1, 1])
+
+
+def test_stop_strings_can_be_special_tokens(target):
+    letter, other = (target.tokenizer.convert_tokens_to_ids(x) for x in ("a", BYTES[65]))
+    begin = target.tokenizer.convert_tokens_to_ids("<s>")
+    options = dict(allowed_token_ids=[letter, other, begin], presence_penalty=1000.0, max_tokens=9)
+    output = keywords.generate(target, PROMPTS, stop="<s>", eos_token_id=[], **options)
+    for row, text in zip(tiny.rows_of(output), output.texts, strict=True):
+        assert row[-1] == begin and len(row) <= 3
+        assert text == "".join({letter: "a", other: "A"}[token] for token in row[:-1].tolist())
+    assert output.finish_reasons == ["stop"] * 2
