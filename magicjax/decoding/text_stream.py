@@ -16,6 +16,9 @@ from magicjax.grammars.vocabulary import (
 
 CHARACTER_BYTES = 4  # at most, in UTF-8
 FIRST_SURROGATE = 0xD800  # no text has surrogates: UTF-8 does not encode them
+# Special tokens of gpt-oss, before the role, the channel and the text of a message.
+ROLE, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+FINAL = ("", "assistant", "final")  # what the header of a message begins with that is the answer
 
 
 class TextStream:
@@ -27,9 +30,12 @@ class TextStream:
     character are replaced by U+FFFD as Unicode recommends: once for each longest beginning of a
     character. The end of the text is held back while it may be the beginning of a stop string.
 
+    Of a model that answers in channels (gpt-oss), the text is that of the final channel.
+
     Attributes:
       tokens: the new tokens so far; end with the one that completed a stop string.
       stopped: whether a stop string has been found.
+      reasoning: the text of other channels so far; stop strings do not end it.
     """
 
     def __init__(
@@ -48,16 +54,18 @@ class TextStream:
           ends: tokens that end the text, such as EOS; they have no text.
         """
         self.tokens: list[int] = []
-        self.stopped = False
+        self.stopped, self.reasoning = False, ""
         self._read = _reader(tokenizer)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._previous: list[int] = []  # the newest token that has text
         self._marks: dict[int, str] = {}  # of special tokens in stop strings, a surrogate each
         self._ends = frozenset[int]()
         self._text, self._returned = "", 0  # with marks; characters
-        visible = (token for token in reversed(prompt) if self._read.own_bytes(token) != b"")
-        for token in reversed([*itertools.islice(visible, CHARACTER_BYTES)]):
-            self._step(token)  # its text is the prompt's; an incomplete character is not
+        self._header: str | None = None  # of a message, while it arrives: the role or channel
+        self._is_final = True
+        for token in self._read.newest(prompt):
+            self._visible_step(token)  # its text is the prompt's; an incomplete character is not
+        self.reasoning = ""
         self._ends = frozenset(ends)
         names = {name: token for token, name in self._read.special.items()}
         marked = [*stop]
@@ -79,7 +87,7 @@ class TextStream:
         """
         for count, token in enumerate(tokens, 1):
             self.tokens.append(token)
-            chunk = self._step(token)
+            chunk = self._visible_step(token)
             if not chunk:
                 continue
             before = len(self._text)
@@ -92,8 +100,31 @@ class TextStream:
     def finish(self) -> str:
         """Returns the rest of the text: what was held back, and an incomplete last character."""
         if not self.stopped:
-            self._text += self._utf8.decode(b"", final=True)
+            self._text += self._of_channel(self._utf8.decode(b"", final=True))
         return self._new(len(self._text))
+
+    def _visible_step(self, token: int) -> str:
+        """Returns the text that a token adds to that of the final channel."""
+        name = self._read.special.get(token) if self._read.has_channels else None
+        if name not in (ROLE, CHANNEL, MESSAGE):
+            return self._of_channel(self._step(token))
+        rest = self._of_channel(self._utf8.decode(b"", final=True))
+        if name == MESSAGE:
+            kind = (self._header or "").strip().partition(" ")[0]
+            self._is_final, self._header = kind in FINAL, None
+        else:
+            self._header = ""
+        return rest
+
+    def _of_channel(self, chunk: str) -> str:
+        """Returns new text of the final channel; adds that of another one to where it belongs."""
+        if self._header is not None:
+            self._header += chunk
+        elif not self._is_final:
+            self.reasoning += chunk
+        else:
+            return chunk
+        return ""
 
     def _step(self, token: int) -> str:
         """Returns the text that a token adds: complete characters, or the mark of a token."""
@@ -135,11 +166,25 @@ class _Reader:
       special: the tokens without text.
       own_bytes: the bytes of a token, b"" without text; None if they depend on the token before.
       decode: the text of some tokens alone.
+      has_channels: whether messages are divided into channels.
     """
 
     special: Mapping[int, str]
     own_bytes: Callable[[int], bytes | None]
     decode: Callable[[list[int]], str]
+    has_channels: bool
+
+    def newest(self, prompt: Sequence[int]) -> Sequence[int]:
+        """Returns the tokens of a prompt that matter to the text after it.
+
+        They may have an incomplete character, or the header of the message that follows.
+        """
+        if self.has_channels:
+            roles = (i for i in range(len(prompt))[::-1] if self.special.get(prompt[i]) == ROLE)
+            if (start := next(roles, None)) is not None:
+                return prompt[start:]
+        visible = (token for token in reversed(prompt) if self.own_bytes(token) != b"")
+        return [*itertools.islice(visible, CHARACTER_BYTES)][::-1]
 
 
 @functools.lru_cache(maxsize=4)
@@ -156,7 +201,8 @@ def _reader(tokenizer: Any) -> _Reader:
             return bytes_of_byte_level(text)
         return byte_of_fallback(text) if "ByteFallback" in decoders else None
 
-    return _Reader(special, own_bytes, functools.partial(backend.decode, skip_special_tokens=True))
+    decode = functools.partial(backend.decode, skip_special_tokens=True)
+    return _Reader(special, own_bytes, decode, {CHANNEL, MESSAGE} <= {*special.values()})
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -26,11 +26,13 @@ class NewTokens:
       tokens: int32 [T].
       text: the new text; None without a tokenizer. It can lag behind the tokens.
       logprobs: of the tokens; None if they were not requested.
+      reasoning: the new text of channels before the answer's (gpt-oss).
     """
 
     tokens: Int[np.ndarray, "T"]
     text: str | None
     logprobs: LogProbs | None
+    reasoning: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +92,7 @@ class Result:
         requested, or if the request ended before.
       finish_reason: one of `FINISH_REASONS`.
       stats: times and counts.
+      reasoning: the text of channels before the answer's (gpt-oss).
     """
 
     tokens: Int[np.ndarray, "T"]
@@ -98,6 +101,7 @@ class Result:
     prompt_logprobs: LogProbs | None
     finish_reason: str
     stats: RequestStats
+    reasoning: str = ""
 
 
 class _Engine(Protocol):
@@ -181,10 +185,11 @@ class Handle:
 
     def deliver(self, tokens: Int[np.ndarray, "T"], logprobs: LogProbs | None, now: float) -> bool:
         """Adds new tokens; returns whether a stop string has ended the text. For the engine."""
-        text = None
+        text, reasoning = None, ""
         if self._text is not None:
+            before = len(self._text.reasoning)
             count, text = self._text.push(tokens.tolist())
-            tokens = tokens[:count]
+            tokens, reasoning = tokens[:count], self._text.reasoning[before:]
         if len(tokens):
             if self.first_s is None:
                 self.first_s, self.first_tokens = now, len(tokens)
@@ -195,19 +200,20 @@ class Handle:
         requested = _requested(logprobs, len(tokens), self.request.params.logprobs)
         self._logprobs.append(requested)
         if len(tokens):
-            self._waiting.append(NewTokens(tokens, text, requested))
+            self._waiting.append(NewTokens(tokens, text, requested, reasoning))
         return self._text is not None and self._text.stopped
 
     def finish(self, reason: str, now: float) -> Result:
         """Ends the request; returns the result. For the engine."""
-        text = None
+        text, reasoning = None, ""
         if self._text is not None:
             if rest := self._text.finish():
                 self._waiting.append(NewTokens(np.zeros(0, np.int32), rest, self._logprobs[0]))
-            text = self._text.text
+            text, reasoning = self._text.text, self._text.reasoning
         logprobs = jax.tree.map(lambda *pieces: np.concatenate(pieces), *self._logprobs)
         logs = logprobs, self.prompt_logprobs
-        self._result = Result(self.tokens, text, *logs, reason, self._stats(reason, now))
+        stats = self._stats(reason, now)
+        self._result = Result(self.tokens, text, *logs, reason, stats, reasoning)
         return self._result
 
     def _stats(self, reason: str, now: float) -> RequestStats:

@@ -279,11 +279,10 @@ async def _chunks(job: Job, texts: responses.TokenText) -> AsyncIterator[str]:
                 results[index] = value
                 reason = value.finish_reason
                 choices = made.choices(index, "", NO_TOKENS, None, reason, stream=True)
-            elif value.text or value.logprobs is not None:
+            elif value.text or value.reasoning or value.logprobs is not None:
                 logprobs = value.logprobs if len(value.tokens) else None
-                choices = made.choices(
-                    index, value.text or "", value.tokens, logprobs, None, stream=True
-                )
+                piece = value.text or "", value.tokens, logprobs, None
+                choices = made.choices(index, *piece, stream=True, reasoning=value.reasoning)
             else:
                 continue
             for choice in choices:

@@ -66,11 +66,29 @@ class Texts:
         logprobs: LogProbs | None,
         reason: str | None,
         stream: bool,
+        reasoning: str = "",
     ) -> list[dict[str, Any]]:
         """Returns the choice of an answer, or those of the next chunks of a stream.
 
         A chunk has content or a piece of one call. `reason` is None while the choice continues.
         """
+        made = self._choices(index, text, tokens, logprobs, reason, stream)
+        if self.chat and reasoning and not stream:
+            made[0]["message"]["reasoning_content"] = reasoning
+        elif self.chat and reasoning:
+            made = made or [self._choice(index, "", tokens, logprobs, None, stream)]
+            made[0]["delta"] = {"reasoning_content": reasoning} | made[0]["delta"]
+        return made
+
+    def _choices(
+        self,
+        index: int,
+        text: str,
+        tokens: Int[np.ndarray, "T"],
+        logprobs: LogProbs | None,
+        reason: str | None,
+        stream: bool,
+    ) -> list[dict[str, Any]]:
         if self.tools is None:
             return [self._choice(index, text, tokens, logprobs, reason, stream)]
         new = CallParser(self.tools.format, self.tools.parallel)
@@ -206,7 +224,7 @@ def answer(generation: Generation, texts: TokenText, results: Sequence[Result]) 
             choices.append(before | {"finish_reason": "length"})
             continue
         result = r.text or "", r.tokens, r.logprobs, r.finish_reason
-        for choice in made.choices(index, *result, stream=False):
+        for choice in made.choices(index, *result, stream=False, reasoning=r.reasoning):
             choices.append(choice if before is None else _joined(before, choice))
     counts = usage(results, generation.n, generation.echo_only)
     return envelope(generation) | {"choices": choices, "usage": counts}

@@ -1,11 +1,14 @@
 """Text that is decoded token by token, after a prompt, for tokenizers of each kind."""
 
+import functools
+
 import pytest
+import transformers
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers.pre_tokenizers import ByteLevel
 
-from magicjax.decoding.text_stream import TextStream
+from magicjax.decoding.text_stream import CHANNEL, MESSAGE, ROLE, TextStream
 from magicjax.grammars.vocabulary import vocabulary_of
 from tests.magicjax import small_tokenizers
 from tests.magicjax.small_tokenizers import BYTES, FOREIGN, KINDS, TEXT, TURN, make
@@ -133,6 +136,40 @@ def test_the_token_that_ends_a_text_has_none():
     a, b = ids("byte-fallback", "a", "b")
     tokens = [a, *ids("byte-fallback", BYTES[0xF0]), b]
     assert texts("byte-fallback", tokens, ends=[b])[1] == f"a{UNKNOWN}"
+
+
+@functools.cache
+def with_channels() -> transformers.PreTrainedTokenizerFast:
+    """Returns a tokenizer with the special tokens of gpt-oss."""
+    backend = KINDS["byte-level"]()
+    backend.add_special_tokens([ROLE, CHANNEL, MESSAGE])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+ANALYSIS = "<|channel|>analysis<|message|>A greeting. 你<|end|>"
+ANSWER = f"{ANALYSIS}<|start|>assistant<|channel|>final<|message|>Hello!"
+ASKED = "<|start|>user<|message|>hi<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "new", "text", "reasoning"),
+    [
+        (ASKED, ANSWER, "Hello!", "A greeting. 你"),
+        ("", ANSWER, "Hello!", "A greeting. 你"),
+        (ASKED, ANALYSIS, "", "A greeting. 你"),
+        (ASKED, ANSWER.replace("final", "commentary"), "", "A greeting. 你Hello!"),
+        (f"{ASKED}{ANSWER}", " Bye", " Bye", ""),
+        (f"{ASKED}<|channel|>fin", "al<|message|>Bye", "Bye", ""),
+        (ASKED, "<|message|>Bye", "Bye", ""),
+        ("a", "b", "b", ""),
+    ],
+)
+def test_the_text_of_an_answer_in_channels_is_the_final_one(prompt, new, text, reasoning):
+    tokenizer = with_channels()
+    stream = TextStream(tokenizer, prompt=tokenizer(prompt)["input_ids"])
+    pieces = [stream.push([token])[1] for token in tokenizer(new)["input_ids"]]
+    assert "".join([*pieces, stream.finish()]) == stream.text == text
+    assert stream.reasoning == reasoning
 
 
 SHORT = st.text("ab", min_size=1, max_size=6)

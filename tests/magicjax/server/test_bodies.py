@@ -4,12 +4,13 @@ import dataclasses
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from magicjax import EngineConfig, SamplingParams
-from magicjax.server import bodies, protocol, tool_calls
+from magicjax.server import bodies, protocol, responses, tool_calls
 from magicjax.server.errors import ApiError
 from magicjax.server.protocol import Generation, Served
 from tests.magicjax import small_tokenizers
@@ -249,6 +250,15 @@ def test_calls_that_a_client_joined_from_chunks_can_be_sent_back():
     function = {"name": "f", "arguments": {}}
     assert called["tool_calls"] == [{"id": "1", "type": "function", "function": function}]
     assert result == dict(role="tool", content="2", tool_call_id="1", name="f")
+
+
+def test_reasoning_is_apart_from_the_answer():
+    made = responses.Texts(chat=True, token_text=str)
+    piece = "Hello!", np.zeros(1, np.int32), None
+    (choice,) = made.choices(0, *piece, "eos", stream=False, reasoning="Hm.")
+    assert choice["message"] == dict(role="assistant", content="Hello!", reasoning_content="Hm.")
+    (chunk,) = made.choices(0, *piece, None, stream=True, reasoning="Hm.")
+    assert chunk["delta"] == dict(content="Hello!", reasoning_content="Hm.")
 
 
 def test_settings_that_agree_are_accepted():
