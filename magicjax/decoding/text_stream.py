@@ -187,6 +187,11 @@ class _Reader:
         return [*itertools.islice(visible, CHARACTER_BYTES)][::-1]
 
 
+def bytes_of(tokenizer: Any, token: int) -> bytes | None:
+    """Returns the UTF-8 of a token in a text, b"" for none; None if the token before matters."""
+    return _reader(tokenizer).own_bytes(token)
+
+
 @functools.lru_cache(maxsize=4)
 def _reader(tokenizer: Any) -> _Reader:
     backend = tokenizer.backend_tokenizer

@@ -91,7 +91,7 @@ class _Routes:
         self._created = int(time.time())
         tokenizer = served.target.tokenizer
         tokenizer("")  # sets truncation and padding once: from now on threads only read it
-        self._texts = responses.token_text(tokenizer)
+        self._texts = responses.token_texts(tokenizer)
         self._metrics = Metrics(served.name, worker)
         worker.on_result = self._metrics.count
         page = importlib.resources.files("magicjax.server").joinpath("status.html")
@@ -251,7 +251,7 @@ class _JobStream(_EventStream):
             self._worker.cancel(self._job)
 
 
-async def _chunks(job: Job, texts: responses.TokenText) -> AsyncIterator[str]:
+async def _chunks(job: Job, texts: responses.TokenTexts) -> AsyncIterator[str]:
     """Yields the events of a stream of /v1/."""
     generation = job.generation
     envelope = responses.envelope(generation)

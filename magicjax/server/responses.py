@@ -1,16 +1,18 @@
 """Results of the engine in the shapes of OpenAI's API."""
 
+import codecs
 import dataclasses
 import functools
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import Int
 
+from magicjax.decoding.text_stream import bytes_of
 from magicjax.engine.handle import Result
 from magicjax.server.protocol import Generation, Served
 from magicjax.server.tool_calls import CallParser, Tools, message
@@ -18,24 +20,40 @@ from magicjax.verification.logprobs import LogProbs
 
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}  # others are errors
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
-UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # part of a character
-
-TokenText = Callable[[int], str]
 
 
-def token_text(tokenizer: Any) -> TokenText:
-    """Returns the function from a token to its text within a text.
+class TokenText(NamedTuple):
+    r"""A token within a text.
 
-    A tokenizer may drop the space before the first token of a text, so a token is decoded twice in
-    a row.
+    Attributes:
+      name: its text; of a part of a character its bytes, as OpenAI writes them: "bytes:\xe4\xbd".
+      encoded: its UTF-8 in the text; special tokens have none.
     """
 
+    name: str
+    encoded: bytes
+
+
+TokenTexts = Callable[[int], TokenText]
+
+
+def token_texts(tokenizer: Any) -> TokenTexts:
+    """Returns the function from a token to its text."""
+
     @functools.lru_cache(maxsize=2**16)
-    def text(token: int) -> str:
+    def text(token: int) -> TokenText:
+        encoded = bytes_of(tokenizer, token)
+        if encoded:
+            try:
+                return TokenText(encoded.decode(), encoded)
+            except UnicodeDecodeError:
+                return TokenText("bytes:" + "".join(f"\\x{x:02x}" for x in encoded), encoded)
+        # A tokenizer may drop the space before the first token of a text.
         one, two = (
             tokenizer.decode([token] * n, clean_up_tokenization_spaces=False) for n in (1, 2)
         )
-        return two[len(one) :] if two.startswith(one) else one
+        name = two[len(one) :] if two.startswith(one) else one
+        return TokenText(name, name.encode() if encoded is None else b"")
 
     return text
 
@@ -46,16 +64,18 @@ class Texts:
 
     Attributes:
       chat: whether it is an answer of /v1/chat/completions.
-      token_text: of the model.
+      token_texts: of the model.
       tools: that the texts may call; None: all text is content.
-      offsets: characters of each choice so far, as its tokens decode.
+      offsets: characters of each choice so far.
+      decoders: of the bytes of each choice so far.
       parsers: of the calls in each choice.
     """
 
     chat: bool
-    token_text: TokenText
+    token_texts: TokenTexts
     tools: Tools | None = None
     offsets: dict[int, int] = dataclasses.field(default_factory=dict)
+    decoders: dict[int, Any] = dataclasses.field(default_factory=dict)
     parsers: dict[int, CallParser] = dataclasses.field(default_factory=dict)
 
     def choices(
@@ -146,9 +166,9 @@ class Texts:
 
     def _chat_logprobs(self, _: int, tokens: list[int], logprobs: LogProbs) -> dict[str, Any]:
         def described(token: int, log: float) -> dict[str, Any]:
-            text = self.token_text(token)
-            encoded = None if UNKNOWN in text else list(text.encode())
-            return dict(token=text, logprob=max(float(log), LEAST_LOGPROB), bytes=encoded)
+            name, encoded = self.token_texts(token)
+            log = max(float(log), LEAST_LOGPROB)
+            return dict(token=name, logprob=log, bytes=list(encoded or name.encode()))
 
         content = [
             described(token, log) | {"top_logprobs": [*map(described, tops, logs)]}
@@ -161,14 +181,19 @@ class Texts:
     ) -> dict[str, Any]:
         texts, offsets, chosen, top = [], [], [], []
         end = self.offsets.get(index, 0)
+        characters = self.decoders.setdefault(
+            index, codecs.getincrementaldecoder("utf-8")("replace")
+        )
         for token, log, tops, logs in _rows(tokens, logprobs):
-            texts.append(self.token_text(token))
-            offsets.append(end)
-            end += len(texts[-1])
+            name, encoded = self.token_texts(token)
+            texts.append(name)
+            before, end = end, end + len(characters.decode(encoded))
+            offsets.append(end - len(name) if name.encode() == encoded else before)
             chosen.append(max(float(log), LEAST_LOGPROB))
             alternatives: dict[str, float] = {}
             for other, other_log in zip(tops, logs, strict=True):
-                alternatives.setdefault(self.token_text(other), max(other_log, LEAST_LOGPROB))
+                name = self.token_texts(other).name
+                alternatives.setdefault(name, max(other_log, LEAST_LOGPROB))
             top.append(alternatives | {texts[-1]: chosen[-1]})
         self.offsets[index] = end
         return dict(tokens=texts, token_logprobs=chosen, top_logprobs=top, text_offset=offsets)
@@ -214,7 +239,7 @@ def usage(results: Sequence[Result], n: int, echo_only: bool = False) -> dict[st
     )
 
 
-def answer(generation: Generation, texts: TokenText, results: Sequence[Result]) -> dict[str, Any]:
+def answer(generation: Generation, texts: TokenTexts, results: Sequence[Result]) -> dict[str, Any]:
     """Returns the answer to a request without a stream."""
     made = Texts(generation.chat, texts, generation.tools)
     choices = []

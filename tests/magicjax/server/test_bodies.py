@@ -253,7 +253,7 @@ def test_calls_that_a_client_joined_from_chunks_can_be_sent_back():
 
 
 def test_reasoning_is_apart_from_the_answer():
-    made = responses.Texts(chat=True, token_text=str)
+    made = responses.Texts(chat=True, token_texts=str)
     piece = "Hello!", np.zeros(1, np.int32), None
     (choice,) = made.choices(0, *piece, "eos", stream=False, reasoning="Hm.")
     assert choice["message"] == dict(role="assistant", content="Hello!", reasoning_content="Hm.")

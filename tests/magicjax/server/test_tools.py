@@ -313,7 +313,7 @@ def test_a_cut_call_has_no_reason_tool_calls():
     tools = Tools(HERMES, [], [], required=False, parallel=True)
 
     def reason(text, why):
-        made = Texts(chat=True, token_text=str, tools=tools)
+        made = Texts(chat=True, token_texts=str, tools=tools)
         return made.choices(0, text, [], None, why, stream=False)[0]["finish_reason"]
 
     whole = f"<tool_call>{G}</tool_call>"
