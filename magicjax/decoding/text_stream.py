@@ -44,6 +44,7 @@ class TextStream:
         stop: Sequence[str] = (),
         prompt: Sequence[int] = (),
         ends: Iterable[int] = (),
+        channels: bool = True,
     ):
         """Starts an empty text.
 
@@ -52,10 +53,12 @@ class TextStream:
           stop: strings before which the text ends. Special tokens in them stand for themselves.
           prompt: the tokens before the text.
           ends: tokens that end the text, such as EOS; they have no text.
+          channels: whether the text is that of the final channel, if the model has channels.
         """
         self.tokens: list[int] = []
         self.stopped, self.reasoning = False, ""
         self._read = _reader(tokenizer)
+        self._has_channels = channels and self._read.has_channels
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._previous: list[int] = []  # the newest token that has text
         self._marks: dict[int, str] = {}  # of special tokens in stop strings, a surrogate each
@@ -66,6 +69,8 @@ class TextStream:
         for token in self._read.newest(prompt):
             self._visible_step(token)  # its text is the prompt's; an incomplete character is not
         self.reasoning = ""
+        if self._header in FINAL:
+            self._header = None  # an answer need not have a channel: grammars exclude its tokens
         self._ends = frozenset(ends)
         names = {name: token for token, name in self._read.special.items()}
         marked = [*stop]
@@ -105,8 +110,8 @@ class TextStream:
 
     def _visible_step(self, token: int) -> str:
         """Returns the text that a token adds to that of the final channel."""
-        name = self._read.special.get(token) if self._read.has_channels else None
-        if name not in (ROLE, CHANNEL, MESSAGE):
+        name = self._read.special.get(token) if self._has_channels else None
+        if token in self._marks or name not in (ROLE, CHANNEL, MESSAGE):
             return self._of_channel(self._step(token))
         rest = self._of_channel(self._utf8.decode(b"", final=True))
         if name == MESSAGE:
@@ -119,9 +124,9 @@ class TextStream:
     def _of_channel(self, chunk: str) -> str:
         """Returns new text of the final channel; adds that of another one to where it belongs."""
         if self._header is not None:
-            self._header += chunk
+            self._header += self._visible(chunk)
         elif not self._is_final:
-            self.reasoning += chunk
+            self.reasoning += self._visible(chunk)
         else:
             return chunk
         return ""

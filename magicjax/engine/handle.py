@@ -207,9 +207,12 @@ class Handle:
         """Ends the request; returns the result. For the engine."""
         text, reasoning = None, ""
         if self._text is not None:
-            if rest := self._text.finish():
-                self._waiting.append(NewTokens(np.zeros(0, np.int32), rest, self._logprobs[0]))
+            before = len(self._text.reasoning)
+            rest = self._text.finish()
             text, reasoning = self._text.text, self._text.reasoning
+            if rest or reasoning[before:]:
+                none = np.zeros(0, np.int32), rest, self._logprobs[0]
+                self._waiting.append(NewTokens(*none, reasoning[before:]))
         logprobs = jax.tree.map(lambda *pieces: np.concatenate(pieces), *self._logprobs)
         logs = logprobs, self.prompt_logprobs
         stats = self._stats(reason, now)

@@ -128,14 +128,17 @@ def parse_completion(data: bytes, served: Served) -> Generation:
         return generation
     if body.stream:
         raise ApiError(400, "echo=true with stream=true is not supported: omit one", param="echo")
-    texts = [one if isinstance(one, str) else _text(served, one) for one in prompt]
-    return dataclasses.replace(generation, echo=texts, echo_only=body.max_tokens == 0)
+    alone = body.max_tokens == 0
+    texts = [one if isinstance(one, str) else _text(served, one, alone) for one in prompt]
+    return dataclasses.replace(generation, echo=texts, echo_only=alone)
 
 
-def _text(served: Served, tokens: Sequence[int]) -> str:
-    """Returns the text of tokens; that of an incomplete last character begins the answer's."""
-    text = TextStream(served.target.tokenizer)
+def _text(served: Served, tokens: Sequence[int], complete: bool) -> str:
+    """Returns the text of a prompt; unless `complete`, the answer has its incomplete character."""
+    text = TextStream(served.target.tokenizer, channels=False)
     text.push(tokens)
+    if complete:
+        text.finish()
     return text.text
 
 

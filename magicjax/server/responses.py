@@ -93,11 +93,10 @@ class Texts:
         A chunk has content or a piece of one call. `reason` is None while the choice continues.
         """
         made = self._choices(index, text, tokens, logprobs, reason, stream)
-        if self.chat and reasoning and not stream:
-            made[0]["message"]["reasoning_content"] = reasoning
-        elif self.chat and reasoning:
+        if reasoning:
             made = made or [self._choice(index, "", tokens, logprobs, None, stream)]
-            made[0]["delta"] = {"reasoning_content": reasoning} | made[0]["delta"]
+            owner = made[0] if not self.chat else made[0]["delta" if stream else "message"]
+            owner["reasoning_content"] = reasoning
         return made
 
     def _choices(

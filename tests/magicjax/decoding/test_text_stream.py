@@ -161,12 +161,13 @@ ASKED = "<|start|>user<|message|>hi<|end|><|start|>assistant"
         (f"{ASKED}{ANSWER}", " Bye", " Bye", ""),
         (f"{ASKED}<|channel|>fin", "al<|message|>Bye", "Bye", ""),
         (ASKED, "<|message|>Bye", "Bye", ""),
+        (ASKED, '{"a": 1}', '{"a": 1}', ""),  # of a grammar, which excludes special tokens
         ("a", "b", "b", ""),
     ],
 )
 def test_the_text_of_an_answer_in_channels_is_the_final_one(prompt, new, text, reasoning):
     tokenizer = with_channels()
-    stream = TextStream(tokenizer, prompt=tokenizer(prompt)["input_ids"])
+    stream = TextStream(tokenizer, ["<|end|>?"], tokenizer(prompt)["input_ids"])
     pieces = [stream.push([token])[1] for token in tokenizer(new)["input_ids"]]
     assert "".join([*pieces, stream.finish()]) == stream.text == text
     assert stream.reasoning == reasoning
