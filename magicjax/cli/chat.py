@@ -11,7 +11,7 @@ from typing import Any
 
 import magicjax
 from magicjax.cli import drafting, options, text
-from magicjax.decoding.prompts import chat_tokens
+from magicjax.decoding.prompts import chat_tokens, token_ids
 from magicjax.engine.handle import RequestStats, Result
 from magicjax.files import write_atomically
 from magicjax.loading import config_of
@@ -49,7 +49,7 @@ class Session:
     Attributes:
       engine: of one slot; its prefix store has the text so far.
       params: of all answers.
-      tokenizer: of the target.
+      target: the engine's.
       messages: of the conversation so far.
       answers: all answers, also those before a /reset.
       template_kwargs: variables of the chat template; None: none.
@@ -57,7 +57,7 @@ class Session:
 
     engine: magicjax.Engine
     params: magicjax.SamplingParams
-    tokenizer: Any
+    target: magicjax.Model
     messages: Messages
     answers: tuple[Answer, ...] = ()
     template_kwargs: dict[str, Any] | None = None
@@ -142,7 +142,7 @@ def run(arguments: argparse.Namespace) -> None:
     target = text.unloaded_target(arguments, tokenizer, dtype)
     engine = magicjax.Engine(target, drafter, tree, config)
     first = _first_messages(arguments)
-    session = Session(engine, params, tokenizer, first, template_kwargs=template_kwargs)
+    session = Session(engine, params, target, first, template_kwargs=template_kwargs)
     for line in _lines():
         if line.startswith("/"):
             next_session = _command(session, line, _first_messages(arguments))
@@ -270,7 +270,7 @@ def _answer(session: Session, message: str) -> Session:
     """
     engine, before = session.engine, session.engine.stats
     messages = [*session.messages, {"role": "user", "content": message}]
-    tokens = chat_tokens(session.tokenizer, messages, session.template_kwargs)
+    tokens = chat_tokens(session.target.tokenizer, messages, session.template_kwargs)
     limit = engine.config.capacity
     assert limit is not None
     if len(tokens) >= limit:
@@ -281,10 +281,11 @@ def _answer(session: Session, message: str) -> Session:
         )
         return session
     try:
-        handle = engine.submit(tokens, session.params)
+        prompt = token_ids(session.target, [tokens])[0]
     except ValueError as error:  # a token of the tokenizer that the model lacks
         _note(str(error))
         return session
+    handle = engine.submit(prompt, session.params)
     if not session.answers:
         _note("(compiling; this happens once)")
     with text.interruptible() as stop:
@@ -297,7 +298,7 @@ def _answer(session: Session, message: str) -> Session:
     result, after = handle.result(), engine.stats
     if ending := _ending(result, limit):
         _note(ending)
-    if result.text is None or not len(result.tokens):
+    if not result.text:
         return session
     messages.append({"role": "assistant", "content": result.text})
     seconds = after.prefill_s - before.prefill_s, after.loop_s - before.loop_s
