@@ -135,8 +135,8 @@ def reader_calls(
         "plain": {},
         f"prompt lookup, {DRAFTED_TOKENS} tokens": {"drafted_tokens": DRAFTED_TOKENS},
     }
-    drafts = {c.model for c in group if c.draft == "small" and is_gguf(c.model)}
-    of_model = [{"drafted_tokens": DRAFTED_TOKENS, "draft": str(stored_file(m))} for m in drafts]
+    # `_parse` allows one small model.
+    draft = next((c.model for c in group if c.draft == "small" and is_gguf(c.model)), None)
     calls: Calls = {}
     for module, peer in readers.items():
         dtype = DTYPES.get(module, plain.dtype)
@@ -144,9 +144,10 @@ def reader_calls(
         run = functools.partial(run_peer, peer, prompts, plain.new_tokens, weights, file=str(file))
         for name, setting in arguments.items():
             calls[f"{READERS[module]} {name}"] = functools.partial(run, **setting)
-        for setting in of_model if module == "llama" else ():  # OpenVINO reads no GGUF draft
-            name = f"{READERS[module]} draft model, {DRAFTED_TOKENS} tokens"
-            calls[name] = functools.partial(run, **setting)
+        if draft is not None and module == "llama":  # OpenVINO reads no GGUF file as a draft
+            calls[f"{READERS[module]} draft model, {DRAFTED_TOKENS} tokens"] = functools.partial(
+                run, drafted_tokens=DRAFTED_TOKENS, draft=str(stored_file(draft))
+            )
     return calls
 
 

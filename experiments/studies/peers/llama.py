@@ -77,6 +77,8 @@ def generate(
     capacity = len(prompt) + new_tokens + drafted_tokens
     model = load(file, capacity, threads, drafted_tokens, draft)
     model.reset()  # else the cache of an equal prompt is used again
+    if isinstance(model.draft_model, SmallModel):
+        model.draft_model.model.reset()
     begin = time.perf_counter()
     tokens, stamps = [], []
     for token in itertools.islice(model.generate(prompt, temp=0.0), new_tokens):
