@@ -51,7 +51,8 @@ def _one_accept_number(f):
 
 def _bonus_with_the_accept_key(f):
     def wrong(keys, position, purpose, *rest):
-        return f(keys, position, Purpose.ACCEPT, *rest)
+        is_target = purpose == Purpose.TARGET  # the root's position, if its first draw is rejected
+        return f(keys, position - is_target, Purpose.ACCEPT, *rest)
 
     return wrong
 
@@ -189,7 +190,7 @@ def run(name: str | None) -> str | None:
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
-        return f"no end within {TIMEOUT} s"
+        raise RuntimeError(f"{name}: no end within {TIMEOUT} s") from None
     failed = re.search(r"^(?:FAILED|ERROR) (.+)$", done.stdout, re.MULTILINE)
     if done.returncode != 0 and failed is None:
         raise RuntimeError(f"{name}: pytest ended with {done.returncode}\n{done.stdout[-2000:]}")
