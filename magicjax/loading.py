@@ -82,9 +82,9 @@ def load(
         for models larger than the device.
 
     Raises:
-      OSError, ValueError: the source does not exist or is incomplete, a tenth of its tokenizer's
-        tokens are outside the model's vocabulary, a dtype is unknown or kv_dtype is not supported,
-        the mesh does not divide the model, or host memory is too small.
+      OSError, ValueError: the source does not exist or is incomplete, more than a tenth of its
+        tokenizer's tokens are outside the model's vocabulary, a dtype is unknown or kv_dtype is not
+        supported, the mesh does not divide the model, or host memory is too small.
     """
     options: Any = dict(weights=weights, seed=seed, mesh=mesh, shards=shards, stages=stages)
     options |= dict(offload=offload, draft_vocab=draft_vocab, kv_dtype=kv_dtype)

@@ -13,9 +13,11 @@ def end_of_turn(tokenizer: Any) -> int | None:
     """
     if not getattr(tokenizer, "chat_template", None):
         return None
+    import jinja2  # the language of templates, needed only for text
+
     try:
         text = tokenizer.apply_chat_template(CONVERSATION, tokenize=False)
-    except Exception:  # templates raise what they like, also for messages such as these
+    except (jinja2.TemplateError, TypeError, ValueError):  # it refuses such messages
         return None
     _, _, rest = text.rpartition(ANSWER)
     tokens = {str(each): token for token, each in tokenizer.added_tokens_decoder.items()}

@@ -168,7 +168,7 @@ def check_type(name: str, value: Any, kind: type, file: str = "config.json") -> 
 
 @functools.cache
 def log_ignored(where: str, keys: tuple[str, ...]) -> None:
-    """Logs keys that have no effect, once for all loads of a file."""
+    """Logs keys that have no effect, once for the same keys."""
     logger.warning(
         "%s has settings that are ignored, as transformers does not read them: %s",
         where,

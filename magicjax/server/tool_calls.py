@@ -233,8 +233,8 @@ class CallParser:
         """Returns the deltas of what was held back.
 
         Args:
-          complete: whether the text has ended with EOS or a stop string. If it was cut, what may
-            have become a call is omitted.
+          complete: whether the text has ended with EOS, or a stop token or string. If it was cut,
+            what may have become a call is omitted.
         """
         rest = self._held + self._rest
         if not complete or self._step == self._tail or (self.num_calls and not rest.strip()):

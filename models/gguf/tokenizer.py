@@ -90,7 +90,13 @@ DEEPSEEK_V3 = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"""
     r""" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
 )
-LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral")  # one tokenizer by five names
+LLAMA3 = (
+    "llama-bpe",
+    "llama3",
+    "llama-v3",
+    "falcon3",
+    "pixtral",
+)  # one pre-tokenizer by five names
 # "default" of byte-level files is llama.cpp's replacement for an unknown one, not any model's.
 PRE_TOKENIZERS = {
     **dict.fromkeys(("gpt-2", "mpt"), GPT2),
@@ -114,7 +120,12 @@ PRE_TOKENIZERS = {
         r"\p{N}{1,3}", _characters("4e00-9fa5 3040-309f 30a0-30ff"), DEEPSEEK_V3, BYTES
     ),
 }
-WHOLE_WORDS = (*LLAMA3, "smaug-bpe", "tekken", "gpt-4o")  # words that are tokens are not merged
+WHOLE_WORDS = (
+    *LLAMA3,
+    "smaug-bpe",
+    "tekken",
+    "gpt-4o",
+)  # a word that is a token is not merged from parts
 NORMALIZED = ("mpt", "qwen2", "deepseek-r1-qwen")  # to NFC
 ADD_BOS = (*LLAMA3, "tekken")  # if the file does not say
 
