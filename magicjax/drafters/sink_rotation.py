@@ -72,7 +72,7 @@ def prefill_sliding_window(
     def run_chunk(i, carry):
         cache, unrotated = carry
         start = i * chunk
-        part = jax.lax.dynamic_slice(tokens, (0, start), (batch, chunk))
+        part = jax.lax.dynamic_slice_in_dim(tokens, start, chunk, axis=1)
         positions = jnp.broadcast_to(start + jnp.arange(chunk), part.shape)
         attend = AttendTo(cache, triangle, settings.backend, positions=positions)
         hidden, aux, _ = model(part, positions, attend)
