@@ -78,9 +78,12 @@ def end(row, limit: int, eos) -> None:
     assert is_eos[-1] or len(row) == limit, f"{row} ends before {limit} tokens, without {eos}"
 
 
-def greedy(target, prompt, row) -> int:
-    """Asserts that every token is the oracle's best; returns 1 if one is so only up to a tie."""
-    logits = oracle.logits(target, [*prompt, *row])[len(prompt) - 1 : -1]
+def greedy(target, prompt, row, logits_of: Callable = oracle.logits) -> int:
+    """Asserts that every token is the oracle's best; returns 1 if one is so only up to a tie.
+
+    `logits_of`, a function of target and text, replaces the oracle's logits.
+    """
+    logits = logits_of(target, [*prompt, *row])[len(prompt) - 1 : -1]
     best, wrong = logits.argmax(-1), np.flatnonzero(logits.argmax(-1) != row)
     for i in wrong:
         margin = (logits[i].max() - logits[i, row[i]]) / np.abs(logits[i]).max()

@@ -73,14 +73,11 @@ def loud(params, rng, noise: float, never: int | None = NEVER):
 def model(kind: str = "target", dtype: str = "float32") -> magicjax.Model:
     """Returns a model: the `target`, one `near` it (its weights with noise), or an `other`.
 
-    `long`, `long near`: the first two with more positions. `few near`: embeddings of the first
-    tokens only. `int8 cache`: the target with its cache in 8 bits. The weights are the same numbers
-    in every dtype.
+    `long`, `long near`: the first two with more positions. `int8 cache`: the target with its cache
+    in 8 bits. The weights are the same numbers in every dtype.
     """
     if kind == "int8 cache":
         return dataclasses.replace(model("target", dtype), kv_bits=8)
-    if kind == "few near":
-        return few(model("near", dtype), VOCAB * 3 // 4)
     shape = config(num_layers=1, hidden_size=16, num_kv_heads=4) if kind == "other" else config()
     if kind.startswith("long"):
         shape = config(max_positions=4096)
@@ -109,7 +106,7 @@ def few(whole: magicjax.Model, size: int) -> magicjax.Model:
         for name, value in whole.params["params"].items()
     }
     params = {"params": inner | {"vocab_map": jax.numpy.asarray(vocab_map)}}
-    return magicjax.Model(models.build(shape, whole.dtype), params, name="few near")
+    return magicjax.Model(models.build(shape, whole.dtype), params, name="few")
 
 
 def head(target: magicjax.Model, seed: int = 3, **changes) -> magicjax.Model:
@@ -218,8 +215,6 @@ def drafter(kind: str, dtype: str = "float32"):
         return made
     if kind == "eagle":
         return magicjax.Eagle(head(model("target", dtype)))
-    if kind == "eagle ring":
-        return magicjax.Eagle(head(model("target", dtype)), BUDGET, sinks=SINKS)
     if kind == "same and eagle":
         return magicjax.Ensemble([drafter("same", dtype), drafter("eagle", dtype)])
     if kind == "ensemble":

@@ -123,24 +123,3 @@ def test_tokens_removed_by_top_k_are_padding_and_never_proposed():
     parents = np.asarray(found.parents)
     assert ((parents >= 0).sum(1) == TREE.depth).all()  # only a chain is left
     assert (np.asarray(found.draws.parent) == parents[:, 1:]).all()
-
-
-@pytest.mark.slow
-def test_large_trees_of_64_nodes_are_exact():
-    """A mask of more than 31 nodes does not fit into an int32."""
-    wanted = tiny.expected(3)
-    trees = (magicjax.DynamicTree(64, 5, 5), magicjax.expansion((4, 3, 2, 1)))
-    for drafter, tree in zip(("near", "self"), trees, strict=True):
-        assert tree.num_nodes >= 64
-        output = keywords.generate(
-            tiny.model(),
-            tiny.prompts(3),
-            drafter=tiny.drafter(drafter),
-            tree=tree,
-            max_tokens=tiny.NEW,
-            eos_token_id=tiny.NEVER,
-        )
-        tally = oracle.Tally()
-        tally.compare(tiny.model(), tiny.prompts(3), wanted, tiny.rows_of(output))
-        assert output.stats.tau > 1.5
-        assert output.stats.nodes_per_round == tree.num_nodes
