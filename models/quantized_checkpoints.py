@@ -157,17 +157,19 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> QuantizationConfig:
             )
     blocks = {_block((group.get("weights") or {}).get("block_structure")) for group in groups}
     if len(blocks) > 1:
-        raise _unsupported("several values of block_structure", sorted(blocks), ("one of them",))
-    return QuantizationConfig("compressed-tensors", block=next(iter(blocks), None) or None)
+        raise _unsupported("several values of block_structure", blocks, ("one of them",))
+    return QuantizationConfig("compressed-tensors", block=next(iter(blocks), None))
 
 
-def _block(structure: str | Sequence[int] | None) -> tuple[int, ...]:
+def _block(structure: str | Sequence[int] | None) -> tuple[int, int] | None:
     """Returns the sides of a block, which are a list or a text such as "128x128"."""
-    sides = structure.split("x") if isinstance(structure, str) else structure or ()
+    if not structure:
+        return None
     try:
-        return tuple(int(side) for side in sides)
+        rows, columns = map(int, structure.split("x") if isinstance(structure, str) else structure)
     except ValueError:
         raise _unsupported("block_structure", structure, ("two numbers",)) from None
+    return rows, columns
 
 
 def gather(stored: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
