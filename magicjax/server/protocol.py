@@ -108,6 +108,8 @@ def parse_completion(data: bytes, served: Served) -> Generation:
     body = bodies.parse_completion(_json(data))
     check_model(body.model, served)
     prompt: Any = body.prompt
+    if prompt == []:
+        raise ApiError(400, "prompt=[]: give at least one text or token", param="prompt")
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         prompt = [prompt]
     n = _checked_count(body, len(prompt), served.config)

@@ -124,6 +124,7 @@ def test_wrong_values_are_refused_by_name(path, field, value, text):
     ("field", "value", "text"),
     [
         ("prompt", None, "prompt=None: it must be a text, a list of texts"),
+        ("prompt", [], "prompt=[]: give at least one text or token"),
         ("prompt", [""], "prompt 0 is empty"),
         ("prompt", ["a", 1], "prompt=['a', 1]: it must be"),
         ("prompt", [50], "token 50, outside the target's vocabulary"),
