@@ -9,7 +9,7 @@ CONVERSATION = [{"role": "user", "content": "Why?"}, {"role": "assistant", "cont
 def end_of_turn(tokenizer: Any) -> int | None:
     """Returns the token that follows an answer in the tokenizer's chat template, as <|im_end|>.
 
-    None: there is no template, or text follows an answer.
+    None: without a template, or if text follows an answer.
     """
     if not getattr(tokenizer, "chat_template", None):
         return None

@@ -76,7 +76,7 @@ class Generation:
       include_usage: whether a stream ends with the counts of tokens.
       continuous_usage: whether every event of the stream has the counts so far.
       echo: of each prompt, the text before the answer; None: none.
-      echo_only: whether there is no answer, although the engine makes a token.
+      echo_only: whether the answer is the prompt alone; the engine's one token is dropped.
       fields: the body's fields for parameters of other names.
       tools: that the texts may call; None: all text is content.
     """
