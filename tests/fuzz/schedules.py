@@ -307,7 +307,8 @@ def _check(session: Session, one: Asked) -> int:
     arrived = [new.tokens for new in one.pieces]
     np.testing.assert_array_equal(np.concatenate([[], *arrived]), tokens)
     assert "".join(new.text for new in one.pieces) == result.text
-    text, before = text_of(target, tokens), text_of(target, tokens[:-1])
+    before = text_of(target, tokens[:-1])
+    text = before if reason == "eos" else text_of(target, tokens)  # EOS has no text
     assert not any(stop in before for stop in stops), f"goes on after one of {stops}: {text}"
     ends = [text.index(stop) for stop in stops if stop in text]
     assert (reason == "stop") == bool(ends), f"{reason}, stop strings {stops}: {text}"
