@@ -164,9 +164,6 @@ MUTATIONS = {
     "a pass attends to its own tokens before they are rounded": Mutation(
         "magicjax.kv_cache.attend:rounded", lambda f: lambda k, v, cache: (k, v)
     ),
-    "a commit copies the cache": Mutation(
-        "magicjax.kv_cache.full_cache:zero_after", lambda f: jnp.zeros_like
-    ),
     "only the first end token ends a row": Mutation(
         "magicjax.decoding.loop:_is_eos", lambda f: lambda tokens, eos: f(tokens, eos[:, :1])
     ),
