@@ -92,7 +92,8 @@ def draft_static_tree(context: DraftContext, tree: TokenTree) -> tuple[Proposal,
         if is_head:
             outputs = jnp.zeros((batch, n, hidden.shape[-1]), hidden.dtype).at[:, :1].set(hidden)
         nodes, levels = choose(nodes, hidden, jnp.zeros(1, jnp.int32)), levels[1:]
-    (nodes, drafted, _), _ = jax.lax.scan(run_level, (nodes, drafted, outputs), levels)
+    if len(levels):  # there is none in a tree of only the root
+        (nodes, drafted, _), _ = jax.lax.scan(run_level, (nodes, drafted, outputs), levels)
     has_run = np.isin(np.arange(n), tree.inner)
     has_run[0] |= root_first  # even in a tree of only the root
     entries = jnp.asarray(np.where(has_run, np.arange(n), NOT_RUN).astype(np.int32))
