@@ -77,7 +77,7 @@ def refused(error: Exception, fields: Mapping[str, str]) -> ApiError:
     message = str(error)
     for parameter, field in fields.items():
         message = re.sub(rf"\b{parameter}=", f"{field}=", message, count=1)
-    named = re.match(r"(\w+)=", message)
+    named = re.match(r"(\w+)(?:=| has the token )", message)
     code = "context_length_exceeded" if "capacity=" in message else None
     for pattern, words in OPTIONS.items():
         message = re.sub(pattern, words, message)

@@ -1,4 +1,4 @@
-"""Greedy verification against a slow walk through the tree, one row at a time."""
+"""Greedy verification against a slow walk, one row at a time, and the numbers of sampled ones."""
 
 import functools
 
@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from magicjax.trees import token_tree
+from magicjax.trees.proposal import Proposal, deterministic_draws
 from magicjax.verification import verify
+from magicjax.verification.sampling import Sampling, row_keys
 from tests.magicjax.trees.test_tree import parent_lists, plain_ancestors
 
 NODES, VOCAB, ROWS = 9, 4, 3  # few tokens, so that siblings often have the same one
@@ -109,3 +111,18 @@ def test_a_padding_node_with_the_right_token_is_not_accepted():
     # The same node is accepted as a child of the root.
     parents = jnp.array([[-1, 0, 0]])
     assert int(verify.greedy(logits_that_choose([2] * 3), tokens, parents, 2).accepted[0]) == 1
+
+
+def test_the_bonus_token_does_not_depend_on_the_number_that_rejected_the_draft():
+    rows, p = 4000, jnp.array([0.4, 0.2, 0.2, 0.2])
+    ones, zeros = jnp.ones(rows), jnp.zeros(rows, jnp.int32)
+    keys = row_keys(jnp.zeros((), jnp.uint32), jnp.arange(rows))
+    sampling = Sampling(ones, zeros, ones, 0 * ones, keys, top_k_used=False, top_p_used=False)
+    draws = deterministic_draws(zeros[:, None], len(p))
+    proposal = Proposal(jnp.zeros((rows, 2), jnp.int32), np.array([-1, 0]), draws)
+    logits = jnp.broadcast_to(jnp.log(p), (rows, 2, len(p)))
+    result = verify.verify_tree("mss", logits, proposal, 1, sampling, zeros)
+    bonus = np.asarray(result.bonus)[np.asarray(result.accepted) == 0]
+    assert 2200 < len(bonus) < 2600  # token 0 is accepted with probability 0.4
+    shares = np.bincount(bonus, minlength=4) / len(bonus)
+    np.testing.assert_allclose(shares, [0, *[1 / 3] * 3], atol=0.06)
