@@ -6,7 +6,7 @@
 timed: a peer's from its first new tokens, after prefill, to the last. llama.cpp and OpenVINO decode
 one row of a target that is a GGUF file: its stored weights, or with `target_weights: none` the same
 values in the experiment's dtype (OpenVINO: in float16, as it reads no bfloat16), which transformers
-decodes, too.
+decodes, too. llama.cpp also drafts with the GGUF file of a method's small model.
 Results of several values of `prompt_seed` are pooled.
 """
 
