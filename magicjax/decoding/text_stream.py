@@ -164,7 +164,7 @@ class TextStream:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Reader:
+class _TokenReader:
     """What a tokenizer knows about its tokens.
 
     Attributes:
@@ -198,7 +198,7 @@ def bytes_of(tokenizer: Any, token: int) -> bytes | None:
 
 
 @functools.lru_cache(maxsize=4)
-def _reader(tokenizer: Any) -> _Reader:
+def _reader(tokenizer: Any) -> _TokenReader:
     backend = tokenizer.backend_tokenizer
     special, decoders = special_tokens(backend), decoders_of(backend)
 
@@ -212,7 +212,7 @@ def _reader(tokenizer: Any) -> _Reader:
         return byte_of_fallback(text) if "ByteFallback" in decoders else None
 
     decode = functools.partial(backend.decode, skip_special_tokens=True)
-    return _Reader(special, own_bytes, decode, {CHANNEL, MESSAGE} <= {*special.values()})
+    return _TokenReader(special, own_bytes, decode, {CHANNEL, MESSAGE} <= {*special.values()})
 
 
 def _overlap(text: str, stop: str) -> int:
