@@ -1,7 +1,7 @@
 """The families: how Hugging Face names their settings and tensors.
 
-A family is an entry of `FAMILIES`. `hf_config` reads and writes config.json by it, and `hf_tensors`
-the weights.
+A family is an entry of `FAMILIES`, by which `hf_config` and `hf_config_writing` read and write
+config.json, and `hf_tensors` the weights.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ class Family:
       keys: for each key of config.json whose value is taken unchanged, the field of
         `DecoderConfig` that has it, or the fields.
       settings: the fields of `DecoderConfig` that all models of the family share.
-      parts: the settings that need more than `keys`, by their name in `hf_config.PARTS`.
+      parts: the settings that need more than `keys`, by their name in `hf_config.READERS`.
       mlp_ratio: F / E if config.json does not have F; None: it must have it.
       defaults: Hugging Face's defaults of keys that config.json omits.
       fixed: keys of which only some values are supported, and those values.

@@ -1,4 +1,4 @@
-"""Converts between Hugging Face's config.json and this package's configs.
+"""Reads config.json in Hugging Face's format; `hf_config_writing` writes it.
 
 A key that Hugging Face's config class declares, or its model reads, is read here, known to have no
 effect on inference, or has only supported values: others are errors, because ignoring them would
@@ -11,7 +11,7 @@ import functools
 import logging
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from models.decoder import DecoderConfig
 from models.families import FAMILIES, TEXT_DECODERS, family_config
@@ -176,7 +176,7 @@ def log_ignored(where: str, keys: tuple[str, ...]) -> None:
     )
 
 
-class _Reader:
+class _ConfigReader:
     """Settings of a file, with a record of the keys that were read, to check the others."""
 
     def __init__(
@@ -271,7 +271,7 @@ def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
             )
     fixed = FIXED | dict(family.fixed)
     raw = _without_aliases(raw, family.aliases)
-    reader = _Reader(raw, family.defaults, fixed, family.ignored, family.rope_kinds)
+    reader = _ConfigReader(raw, family.defaults, fixed, family.ignored, family.rope_kinds)
     reader.read.add("model_type")
     settings: Settings = {}
     for key in family.keys:
@@ -288,7 +288,7 @@ def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
             check_type(key, value, FIELD_TYPES[fields[0]])
             settings |= dict.fromkeys(fields, value)
     for part in family.parts:
-        settings |= PARTS[part].read(reader, settings)
+        settings |= READERS[part](reader, settings)
     config = family_config(name, **settings)
     reader.check_unread()
     return config
@@ -328,7 +328,7 @@ def text_decoder(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**text, "model_type": family}
 
 
-def _read_rope(reader: _Reader, settings: Settings) -> Settings:
+def _read_rope(reader: _ConfigReader, settings: Settings) -> Settings:
     """Returns the rotary settings of `rope_parameters` (transformers 5) or the two older keys."""
     outside = {
         "rope_theta": reader.get("rope_theta", 10000.0),
@@ -402,28 +402,7 @@ def _parse_rope(
     return Rope(theta=float(theta), kind=kind, partial_rotary_factor=partial, **fields)
 
 
-def _write_rope(config: DecoderConfig) -> dict[str, Any]:
-    """Returns both spellings; versions before transformers 5 read only those outside of a dict."""
-    rope = config.rope
-    if rope is None:
-        return {}
-    values = {name: getattr(rope, ROPE_KEYS[name]) for name in ROPE_READS[rope.kind]}
-    settings = {
-        "rope_type": rope.kind,
-        **{name: value for name, value in values.items() if value is not None},
-    }
-    outside: dict[str, Any] = {"rope_theta": rope.theta}
-    if rope.partial_rotary_factor != 1.0:
-        outside["partial_rotary_factor"] = rope.partial_rotary_factor
-    raw = {"rope_parameters": outside | settings, **outside}
-    raw["rope_scaling"] = None if rope.kind == "default" else settings
-    if rope.kind == "longrope" and rope.original_max_positions is not None:
-        raw["original_max_position_embeddings"] = rope.original_max_positions
-        raw["max_position_embeddings"] = round(rope.factor * rope.original_max_positions)
-    return raw
-
-
-def _read_window(reader: _Reader, settings: Settings) -> Settings:
+def _read_window(reader: _ConfigReader, settings: Settings) -> Settings:
     """Returns the sliding window that all layers have, if there is one."""
     layers, window = settings["num_layers"], reader.get("sliding_window")
     full = _full_layers(reader, layers, range(layers if window is None else 0))
@@ -436,11 +415,7 @@ def _read_window(reader: _Reader, settings: Settings) -> Settings:
     return {"sliding_window": window}
 
 
-def _write_window(config: DecoderConfig) -> dict[str, Any]:
-    return {"sliding_window": config.sliding_window}
-
-
-def _read_optional_window(reader: _Reader, settings: Settings) -> Settings:
+def _read_optional_window(reader: _ConfigReader, settings: Settings) -> Settings:
     """Returns the window of the last layers, if it is used (Qwen)."""
     layers, window = settings["num_layers"], reader.get("sliding_window")
     full = _full_layers(reader, layers, range(min(reader.get("max_window_layers", 28), layers)))
@@ -449,29 +424,13 @@ def _read_optional_window(reader: _Reader, settings: Settings) -> Settings:
     return _windowed(window, full, layers)
 
 
-def _write_optional_window(config: DecoderConfig) -> dict[str, Any]:
-    slides = config.sliding_window is not None
-    first_windowed = len(config.full_layers) if slides else config.num_layers
-    return {
-        "use_sliding_window": slides,
-        "sliding_window": config.sliding_window,
-        "max_window_layers": first_windowed,
-        **(_write_layer_types(config) if slides else {}),
-    }
-
-
-def _read_switched_window(reader: _Reader, settings: Settings) -> Settings:
+def _read_switched_window(reader: _ConfigReader, settings: Settings) -> Settings:
     """Returns the window of all layers, if it is used (Qwen3-MoE)."""
     window, used = reader.get("sliding_window"), reader.get("use_sliding_window", False)
     return {"sliding_window": window if used else None}
 
 
-def _write_switched_window(config: DecoderConfig) -> dict[str, Any]:
-    window = config.sliding_window
-    return {"use_sliding_window": window is not None, "sliding_window": window}
-
-
-def _read_alternating_window(reader: _Reader, settings: Settings) -> Settings:
+def _read_alternating_window(reader: _ConfigReader, settings: Settings) -> Settings:
     """Returns the window of all layers but every second or n-th one (Gemma, gpt-oss)."""
     layers, period = settings["num_layers"], reader.get("sliding_window_pattern", 2)
     period = reader.get("_sliding_window_pattern", period)
@@ -481,10 +440,6 @@ def _read_alternating_window(reader: _Reader, settings: Settings) -> Settings:
     return _windowed(reader.get("sliding_window"), full, layers)
 
 
-def _write_alternating_window(config: DecoderConfig) -> dict[str, Any]:
-    return {"sliding_window": config.sliding_window, **_write_layer_types(config)}
-
-
 def _windowed(window: int | None, full: tuple[int, ...], layers: int) -> Settings:
     """Returns the fields of windows, given the layers that would have none."""
     if window is None or len(full) == layers:
@@ -492,13 +447,7 @@ def _windowed(window: int | None, full: tuple[int, ...], layers: int) -> Setting
     return {"sliding_window": window, "full_layers": full}
 
 
-def _write_layer_types(config: DecoderConfig) -> dict[str, Any]:
-    full = range(config.num_layers) if config.sliding_window is None else config.full_layers
-    kinds = (FULL if layer in full else SLIDING for layer in range(config.num_layers))
-    return {"layer_types": list(kinds)}
-
-
-def _full_layers(reader: _Reader, layers: int, default: Iterable[int]) -> tuple[int, ...]:
+def _full_layers(reader: _ConfigReader, layers: int, default: Iterable[int]) -> tuple[int, ...]:
     """Returns the layers without a window: those of `layer_types`, by default others."""
     kinds = reader.get("layer_types")
     if kinds is None:
@@ -517,7 +466,7 @@ def _full_layers(reader: _Reader, layers: int, default: Iterable[int]) -> tuple[
     return tuple(layer for layer, kind in enumerate(kinds) if kind == FULL)
 
 
-def _read_two_ropes(reader: _Reader, settings: Settings) -> Settings:
+def _read_two_ropes(reader: _ConfigReader, settings: Settings) -> Settings:
     """Returns the rotary settings of full and of windowed layers (Gemma 3)."""
     nested = reader.get("rope_parameters")
     local_theta = float(reader.get("rope_local_base_freq", 10000.0))
@@ -532,7 +481,7 @@ def _read_two_ropes(reader: _Reader, settings: Settings) -> Settings:
 
 
 def _nested_ropes(
-    reader: _Reader, settings: Settings, nested: Mapping[str, Any], local_theta: float
+    reader: _ConfigReader, settings: Settings, nested: Mapping[str, Any], local_theta: float
 ) -> tuple[Rope, Rope]:
     """Returns the rotary settings of full and of windowed layers, by the kind of layer."""
     if unknown := set(nested) - {FULL, SLIDING}:
@@ -559,58 +508,29 @@ def _nested_ropes(
     return full, windowed
 
 
-def _write_two_ropes(config: DecoderConfig) -> dict[str, Any]:
-    raw, local = _write_rope(config), config.window_positions
-    if local is None or local.kind != "default":
-        return raw
-    whole = raw["rope_parameters"]
-    windowed = {"rope_type": "default", "rope_theta": local.theta}
-    raw |= {"rope_parameters": {FULL: whole, SLIDING: windowed}}
-    return raw | {"rope_local_base_freq": local.theta}
-
-
-def _read_query_scale(reader: _Reader, settings: Settings) -> Settings:
+def _read_query_scale(reader: _ConfigReader, settings: Settings) -> Settings:
     scalar = float(reader.get("query_pre_attn_scalar", 256.0))
     if scalar <= 0:
         raise ValueError(f"query_pre_attn_scalar={scalar}: it must be above 0")
     return {"query_scale": None if scalar == settings["head_dim"] else scalar**-0.5}
 
 
-def _write_query_scale(config: DecoderConfig) -> dict[str, Any]:
-    scalar = config.head_dim if config.query_scale is None else config.query_scale**-2
-    scalar = round(scalar, 6)
-    # transformers takes integers only.
-    return {"query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar}
-
-
-def _read_final_norm(reader: _Reader, settings: Settings) -> Settings:
+def _read_final_norm(reader: _ConfigReader, settings: Settings) -> Settings:
     """Returns whether a norm comes before the logits (OPT)."""
     removed = reader.get("_remove_final_layer_norm", False)
     return {"final_norm": settings["norm_before"] and not removed}
 
 
-def _write_final_norm(config: DecoderConfig) -> dict[str, Any]:
-    return {"_remove_final_layer_norm": config.norm_before and not config.final_norm}
-
-
-def _read_multi_query(reader: _Reader, settings: Settings) -> Settings:
+def _read_multi_query(reader: _ConfigReader, settings: Settings) -> Settings:
     return {"num_kv_heads": 1} if reader.get("multi_query", True) else {}
 
 
-def _write_multi_query(config: DecoderConfig) -> dict[str, Any]:
-    return {"multi_query": config.num_kv_heads == 1}
-
-
-def _read_rope_or_alibi(reader: _Reader, settings: Settings) -> Settings:
+def _read_rope_or_alibi(reader: _ConfigReader, settings: Settings) -> Settings:
     rope = _read_rope(reader, settings)
     return {"positions": Alibi(scaled=True)} if reader.get("alibi", False) else rope
 
 
-def _write_rope_or_alibi(config: DecoderConfig) -> dict[str, Any]:
-    return {"alibi": config.rope is None, **_write_rope(config)}
-
-
-def _read_falcon_block(reader: _Reader, settings: Settings) -> Settings:
+def _read_falcon_block(reader: _ConfigReader, settings: Settings) -> Settings:
     """Returns KV heads and norms; the new architecture is that of Falcon-40B."""
     new, heads = reader.get("new_decoder_architecture", False), settings["num_heads"]
     multi_query, parallel = reader.get("multi_query", True), reader.get("parallel_attn", True)
@@ -629,84 +549,27 @@ def _read_falcon_block(reader: _Reader, settings: Settings) -> Settings:
     }
 
 
-def _write_falcon_block(config: DecoderConfig) -> dict[str, Any]:
-    two_norms = config.parallel and not config.shared_norm
-    new = two_norms or config.num_kv_heads not in (1, config.num_heads)
-    raw = {
-        "new_decoder_architecture": new,
-        "multi_query": config.num_kv_heads == 1,
-        "num_kv_heads": config.num_kv_heads if new else config.num_heads,
-        "parallel_attn": config.parallel,
-    }
-    return raw | ({"num_ln_in_parallel_attn": 2 if two_norms else 1} if new else {})
-
-
-def _read_attn_config(reader: _Reader, settings: Settings) -> Settings:
+def _read_attn_config(reader: _ConfigReader, settings: Settings) -> Settings:
     """Returns the clipping of q, k, v; other settings have one value (MPT)."""
     raw = reader.get("attn_config", {})
-    attention = _Reader(raw, {}, FIXED | ATTN_CONFIG, ATTN_IGNORED, name="attn_config")
+    attention = _ConfigReader(raw, {}, FIXED | ATTN_CONFIG, ATTN_IGNORED, name="attn_config")
     clip = attention.get("clip_qkv")
     attention.check_unread()
     return {"clip_qkv": clip}
 
 
-def _write_attn_config(config: DecoderConfig) -> dict[str, Any]:
-    fixed = {key: values[0] for key, values in ATTN_CONFIG.items()}
-    return {"attn_config": fixed | {"clip_qkv": config.clip_qkv}}
-
-
-class Part(NamedTuple):
-    """Settings that several keys determine.
-
-    Attributes:
-      read: returns fields of `DecoderConfig`, from a reader and the fields read before.
-      write: returns keys of config.json.
-    """
-
-    read: Callable[[_Reader, Settings], Settings]
-    write: Callable[[DecoderConfig], dict[str, Any]]
-
-
-PARTS = {
-    "rope": Part(_read_rope, _write_rope),
-    "window": Part(_read_window, _write_window),
-    "optional_window": Part(_read_optional_window, _write_optional_window),
-    "switched_window": Part(_read_switched_window, _write_switched_window),
-    "alternating_window": Part(_read_alternating_window, _write_alternating_window),
-    "two_ropes": Part(_read_two_ropes, _write_two_ropes),
-    "query_scale": Part(_read_query_scale, _write_query_scale),
-    "final_norm": Part(_read_final_norm, _write_final_norm),
-    "multi_query": Part(_read_multi_query, _write_multi_query),
-    "rope_or_alibi": Part(_read_rope_or_alibi, _write_rope_or_alibi),
-    "falcon_block": Part(_read_falcon_block, _write_falcon_block),
-    "attn_config": Part(_read_attn_config, _write_attn_config),
+# The settings that several keys determine, by their name in `Family.parts`.
+READERS: dict[str, Callable[[_ConfigReader, Settings], Settings]] = {
+    "rope": _read_rope,
+    "window": _read_window,
+    "optional_window": _read_optional_window,
+    "switched_window": _read_switched_window,
+    "alternating_window": _read_alternating_window,
+    "two_ropes": _read_two_ropes,
+    "query_scale": _read_query_scale,
+    "final_norm": _read_final_norm,
+    "multi_query": _read_multi_query,
+    "rope_or_alibi": _read_rope_or_alibi,
+    "falcon_block": _read_falcon_block,
+    "attn_config": _read_attn_config,
 }
-
-
-def write_config(config: DecoderConfig) -> dict[str, Any]:
-    """Returns the contents of a config.json from which `read_config` returns `config`.
-
-    Raises ValueError if the config's family cannot express one of its settings.
-    """
-    if config.family not in FAMILIES:
-        raise ValueError(
-            f"family={config.family!r} is not supported: it must be one of {', '.join(FAMILIES)}"
-        )
-    family = FAMILIES[config.family]
-    raw: dict[str, Any] = {
-        "architectures": [family.architecture],
-        "model_type": config.family,
-        **{key: values[0] for key, values in family.fixed.items()},
-    }
-    for key in family.keys:
-        value = getattr(config, family.fields(key)[-1])
-        if value is not None or key in family.defaults:
-            raw[key] = value
-    for part in family.parts:
-        raw |= PARTS[part].write(config)
-    if (back := read_config(raw)) != config:
-        names = [f.name for f in dataclasses.fields(config)]
-        lost = [n for n in names if getattr(config, n) != getattr(back, n)]
-        values = ", ".join(f"{n}={getattr(config, n)!r}" for n in lost)
-        raise ValueError(f"family={config.family!r} cannot express {values}: change the family")
-    return raw

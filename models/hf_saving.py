@@ -23,7 +23,7 @@ from models import eagle_checkpoints
 from models.eagle import EagleConfig
 from models.eagle_checkpoints import tensors_of, to_stored
 from models.families import FAMILIES
-from models.hf_config import write_config
+from models.hf_config_writing import write_config
 from models.hf_parameters import parameter_shapes
 from models.hf_tensors import UNEMBEDDING, Tensor
 from models.huggingface import INDEX, QUANTIZATION, SINGLE

@@ -8,7 +8,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from models import DecoderConfig
-from models.hf_config import write_config
+from models.hf_config_writing import write_config
 from models.hf_tensors import tensors_of
 
 TEXT = (

@@ -41,7 +41,7 @@ from experiments.training import (
 )
 from experiments.training.boost_config import Boosting
 from magicjax.sources import checkpoint_directory
-from models.hf_config import write_config
+from models.hf_config_writing import write_config
 
 
 @dataclasses.dataclass(frozen=True)

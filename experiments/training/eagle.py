@@ -32,7 +32,7 @@ from experiments.training.generated_text import HELD_OUT_EVERY, Generated
 from experiments.training.trainer import Schedule
 from magicjax.benchmarks.tables import markdown_table
 from magicjax.sources import checkpoint_directory
-from models.hf_config import write_config
+from models.hf_config_writing import write_config
 
 MEASURED_ROWS = 64
 

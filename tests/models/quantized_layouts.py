@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import safetensors.numpy
 
-from models.hf_config import write_config
+from models.hf_config_writing import write_config
 from models.hf_tensors import tensors_of
 from tests import gguf_cases
 

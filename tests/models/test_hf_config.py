@@ -12,7 +12,8 @@ import pytest
 import models
 from models import hf_config
 from models.families import FAMILIES
-from models.hf_config import read_config, text_decoder, write_config
+from models.hf_config import read_config, text_decoder
+from models.hf_config_writing import WRITERS, write_config
 from tests.models.published_configs import NOISE, PUBLISHED, REFUSED
 
 LLAMA = {
@@ -110,6 +111,11 @@ def test_every_preset_survives_config_json(name):
 def test_every_switch_survives_config_json(raw):
     config = read_config(raw)
     assert read_config(write_config(config)) == config
+
+
+def test_every_part_of_a_family_is_read_and_written():
+    parts = {part for family in FAMILIES.values() for part in family.parts}
+    assert parts == hf_config.READERS.keys() == WRITERS.keys()
 
 
 def test_defaults_are_those_of_the_family():
