@@ -167,17 +167,22 @@ def check_type(name: str, value: Any, kind: type, file: str = "config.json") -> 
 
 
 @functools.cache
-def log_ignored(where: str, keys: tuple[str, ...]) -> None:
-    """Logs keys that have no effect, once for the same keys."""
+def log_ignored(file: str, keys: tuple[str, ...]) -> None:
+    """Logs the keys of a file that have no effect, once while they are the same."""
     logger.warning(
         "%s has settings that are ignored, as transformers does not read them: %s",
-        where,
+        file,
         ", ".join(keys),
     )
 
 
 class _ConfigReader:
-    """Settings of a file, with a record of the keys that were read, to check the others."""
+    """Settings of a file, with a record of the keys that were read, to check the others.
+
+    Attributes:
+      read: the keys that were read.
+      unknown: the settings without effect that were found so far.
+    """
 
     def __init__(
         self,
@@ -191,6 +196,7 @@ class _ConfigReader:
         self.raw, self.defaults, self.fixed = raw, defaults, fixed
         self.ignored, self.rope_kinds, self.name = HARMLESS.union(ignored), rope_kinds, name
         self.read: set[str] = set()
+        self.unknown: list[str] = []
 
     def get(self, key: str, otherwise: Any = None) -> Any:
         """Returns the value; an omitted key has the family's default, and null is `otherwise`."""
@@ -207,8 +213,8 @@ class _ConfigReader:
         return value
 
     def check_unread(self) -> None:
-        """Raises ValueError for values that are not supported, and logs keys that are not known."""
-        problems, unknown = [], []
+        """Raises ValueError for values that are not supported; adds others to `unknown`."""
+        problems = []
         for key, value in sorted(self.raw.items()):
             if value is None or key in self.read:
                 continue
@@ -219,15 +225,13 @@ class _ConfigReader:
                     values = " or ".join(map(repr, allowed))
                     problems.append(f"{key}={value!r} is not supported: it must be {values}")
             elif key not in self.ignored:
-                unknown.append(key)
+                self.unknown.append(key)
         if problems:
             raise ValueError(
                 f"{self.name} has settings that are not supported: "
                 + "; ".join(problems)
                 + ". Remove such a key only if the model computes the same without it"
             )
-        if unknown:
-            log_ignored(self.name, tuple(unknown))
 
 
 def drafter_head(kind: str) -> str:
@@ -246,10 +250,11 @@ def _refuse_heads(raw: Mapping[str, Any]) -> None:
             raise ValueError(drafter_head(kind))
 
 
-def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
+def read_config(raw: Mapping[str, Any], file: str = "config.json") -> DecoderConfig:
     """Returns the config of a config.json's contents.
 
-    Keys that Hugging Face does not read are ignored, with one line in the log of this module.
+    Keys that Hugging Face does not read are ignored, with one line in the log of this module, which
+    names `file`.
 
     Raises ValueError for an unknown `model_type`, missing keys, unsupported values and inconsistent
     sizes.
@@ -291,6 +296,8 @@ def read_config(raw: Mapping[str, Any]) -> DecoderConfig:
         settings |= READERS[part](reader, settings)
     config = family_config(name, **settings)
     reader.check_unread()
+    if reader.unknown:
+        log_ignored(file, tuple(reader.unknown))
     return config
 
 
@@ -338,13 +345,13 @@ def _read_rope(reader: _ConfigReader, settings: Settings) -> Settings:
     if "longrope" in reader.rope_kinds:
         outside["partial_rotary_factor"] = reader.get("partial_rotary_factor", 1.0)
     given = [key for key in ("rope_scaling", "rope_parameters") if reader.raw.get(key) is not None]
-    parsed = {key: _parse_rope(key, reader.get(key), outside, reader.rope_kinds) for key in given}
+    parsed = {key: _parse_rope(reader, key, reader.get(key), outside) for key in given}
     if len(set(parsed.values())) > 1:
         raise ValueError(f"rope_scaling and rope_parameters disagree: {parsed}; keep one of them")
     rope = next(iter(parsed.values()), None)
     if rope is None:
         default = reader.defaults.get("rope_parameters", {})
-        rope = _parse_rope("rope_parameters", default, outside, reader.rope_kinds)
+        rope = _parse_rope(reader, "rope_parameters", default, outside)
     positions = settings["max_positions"]
     if rope.original_max_positions is not None:
         if rope.kind == "yarn":
@@ -357,9 +364,10 @@ def _read_rope(reader: _ConfigReader, settings: Settings) -> Settings:
 
 
 def _parse_rope(
-    key: str, settings: Mapping[str, Any], outside: Mapping[str, Any], kinds: tuple[str, ...]
+    reader: _ConfigReader, key: str, settings: Mapping[str, Any], outside: Mapping[str, Any]
 ) -> Rope:
     """Returns the settings of one key; `outside` has those that may be next to it."""
+    kinds = reader.rope_kinds
     settings = {name: value for name, value in settings.items() if value is not None}
     kind = settings.pop("rope_type", settings.pop("type", "default"))
     if kind in ("su", "yarn") and "longrope" in kinds:  # its names in old files of Phi-3
@@ -385,8 +393,7 @@ def _parse_rope(
             f"{key} has settings that are not supported: "
             + ", ".join(f"{name}={settings[name]!r}" for name in nested)
         )
-    if unknown := sorted(set(settings) - set(ROPE_KEYS)):
-        log_ignored(key, tuple(unknown))
+    reader.unknown += [f"{name} of {key}" for name in sorted(set(settings) - set(ROPE_KEYS))]
     positions, original = (
         outside[name] for name in ("max_position_embeddings", "original_max_position_embeddings")
     )
@@ -494,7 +501,7 @@ def _nested_ropes(
 
     def parse(key, kind, value):
         own = outside | {"rope_theta": thetas[kind]}
-        return _parse_rope(key, value or {}, own, reader.rope_kinds)
+        return _parse_rope(reader, key, value or {}, own)
 
     full, windowed = (
         parse(f"rope_parameters of {kind}", kind, nested.get(kind)) for kind in (FULL, SLIDING)
@@ -555,6 +562,7 @@ def _read_attn_config(reader: _ConfigReader, settings: Settings) -> Settings:
     attention = _ConfigReader(raw, {}, FIXED | ATTN_CONFIG, ATTN_IGNORED, name="attn_config")
     clip = attention.get("clip_qkv")
     attention.check_unread()
+    reader.unknown += [f"{key} of attn_config" for key in attention.unknown]
     return {"clip_qkv": clip}
 
 

@@ -260,15 +260,16 @@ def load_config(path: str | os.PathLike) -> DecoderConfig:
     Raises FileNotFoundError if it is missing, and ValueError if it is not supported.
     """
     path = pathlib.Path(path)
-    raw = _read_json(path / "config.json")
-    raw = {key: value for key, value in raw.items() if key != QUANTIZATION}
+    file = path / "config.json"
+    raw = {key: value for key, value in _read_json(file).items() if key != QUANTIZATION}
+    read = functools.partial(read_config, file=str(file))
     try:
         raw = dict(text_decoder(raw))
         if eagle_checkpoints.may_be_head(raw):
             names = {eagle_checkpoints.canonical(name) for name in _tensors_in(path)}
             if eagle_checkpoints.is_head(raw, names):
-                return eagle_checkpoints.read_config(raw, names, read_config)
-        return read_config(raw)
+                return eagle_checkpoints.read_config(raw, names, read)
+        return read(raw)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

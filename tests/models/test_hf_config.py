@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import json
 import logging
 import pathlib
 import re
@@ -447,14 +448,26 @@ def test_a_published_file_with_an_unsupported_setting_is_refused(name, change):
 
 
 def test_unknown_keys_are_ignored_with_one_line(ignored, caplog):
-    raw = LLAMA | {"rms_norm_epsilon": 1.0, "logit_scale": 2.0, "unused": None}
-    assert read_config(raw) == read_config(raw) == read_config(LLAMA)
-    assert len(caplog.records) == 1
-    assert ignored() == ["logit_scale", "rms_norm_epsilon"]
     rope = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-    scaled = read_config({**LLAMA, "rope_scaling": rope})
-    assert read_config({**LLAMA, "rope_scaling": rope | {"attn_factor": 1.5}}) == scaled
-    assert ignored() == ["attn_factor"]
+    plain = {**LLAMA, "rope_scaling": rope}
+    raw = {**plain, "rms_norm_epsilon": 1.0, "logit_scale": 2.0, "unused": None}
+    raw["rope_scaling"] = rope | {"attn_factor": 1.5}
+    assert read_config(raw) == read_config(raw) == read_config(plain)
+    assert len(caplog.records) == 1
+    assert ignored() == ["attn_factor of rope_scaling", "logit_scale", "rms_norm_epsilon"]
+    read_config({**MPT, "attn_config": {"rotary": True}})
+    assert ignored() == ["rotary of attn_config"]
+
+
+def test_each_file_with_unknown_keys_has_one_line_that_names_it(tmp_path, caplog):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(LLAMA | {"logit_scale": 2.0}))
+    for name in "aabab":
+        models.load_config(tmp_path / name)
+    lines = [record.getMessage() for record in caplog.records]
+    found = [line.partition(" has settings that are ignored")[0] for line in lines]
+    assert found == [str(tmp_path / name / "config.json") for name in "ab"]
 
 
 def test_aliases_are_read_as_the_keys_that_they_stand_for(ignored):
