@@ -22,7 +22,7 @@ from models.quantized import MatrixFormats
 from pallas_kernels.cpu.linear import Matrix
 from sharding import EMBED, HEAD_DIM, HEADS, KV_HEADS, VOCAB, Split
 
-FEATURES = 3  # hidden states that are fused
+FEATURES = 3  # hidden states that are fused by default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,8 @@ class EagleConfig(DecoderConfig):
 
     Attributes:
       target_hidden_size: the width of the target's hidden states.
-      layer_inputs: the target's layers whose inputs are fused; None: 2, L // 2 and L - 3 of its L.
+      layer_inputs: the target's layers whose inputs are fused, any number of them; None: 2, L // 2
+        and L - 3 of its L.
       norm_before_residual: the residual of the attention is the normalized feature.
       norm_before_fc: RMSNorm over the joined hidden states before they are fused.
       fc_norm: RMSNorm of each hidden state before they are fused.
@@ -62,11 +63,8 @@ class EagleConfig(DecoderConfig):
             raise ValueError(f"num_layers={self.num_layers} of an EAGLE head: it must be 1")
         if self.rope is None or not self.norm_before or self.norm != "rms" or self.parallel:
             raise ValueError("an EAGLE head needs rotary positions and RMSNorm before each part")
-        if self.layer_inputs is not None and len(self.layer_inputs) != FEATURES:
-            raise ValueError(
-                f"layer_inputs={self.layer_inputs} of an EAGLE-3 head: it must name {FEATURES} "
-                "layers"
-            )
+        if self.layer_inputs == ():
+            raise ValueError("layer_inputs=() of an EAGLE-3 head: name a layer, or omit it")
         if self.acceptance is not None and not 0 <= self.acceptance <= 1:
             raise ValueError(f"acceptance={self.acceptance} of an EAGLE head: it must be 0 to 1")
         if self.norm_before_fc and self.fc_norm:
@@ -81,6 +79,11 @@ class EagleConfig(DecoderConfig):
         return DecoderConfig(
             **{name: getattr(self, name) for name in names if name != "draft_vocab_size"}
         )
+
+    @property
+    def num_features(self) -> int:
+        """The number of hidden states that are fused."""
+        return FEATURES if self.layer_inputs is None else len(self.layer_inputs)
 
     def layers_of(self, target_layers: int) -> tuple[int, ...]:
         """Returns the layers whose inputs are fused, of a target of so many layers."""
@@ -149,11 +152,11 @@ class EagleHead(nn.Module):
         norm = functools.partial(
             RMSNorm, eps=c.norm_eps, dtype=self.dtype, axis=EMBED, backend=self.backend
         )
-        fused = FEATURES * c.target_hidden_size
+        fused = c.num_features * c.target_hidden_size
         if c.norm_before_fc:
             self.joined_norm = norm(fused)
         if c.fc_norm:
-            self.hidden_norms = [norm(c.target_hidden_size) for _ in range(FEATURES)]
+            self.hidden_norms = [norm(c.target_hidden_size) for _ in range(c.num_features)]
         sizes = ((fused, None),), ((c.hidden_size, EMBED),)
         self.fc = Projection(*sizes, use_bias=False, dtype=self.dtype, backend=self.backend)
         self.layers = [EagleLayer(c, self.dtype, self.backend)]
@@ -173,7 +176,7 @@ class EagleHead(nn.Module):
         """Initializes the parameters: a head has no pass without its target's hidden states."""
         c = self.config
         inputs = jnp.zeros((*tokens.shape, c.target_hidden_size), self.dtype)
-        feature = self.fuse([inputs] * FEATURES)
+        feature = self.fuse([inputs] * c.num_features)
         x = self.embed(tokens, positions) if c.own_embedding else jnp.zeros_like(feature)
         hidden, aux = self.decode(x, feature, positions, attend)
         self.norm(hidden)  # of a head without an output matrix, too

@@ -6,6 +6,7 @@ below `layers.0`. `d2t` is the target's token of each draft token, less the draf
 """
 
 import dataclasses
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -13,9 +14,9 @@ import numpy as np
 
 from models import hf_tensors
 from models.decoder import DecoderConfig
-from models.eagle import FEATURES, EagleConfig
+from models.eagle import EagleConfig
 from models.hf_config import check_type
-from models.hf_tensors import UNEMBEDDING, Tensor
+from models.hf_tensors import UNEMBEDDING, Stored, Tensor
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 LAYER, SPECULATORS_LAYER = "midlayer.", "layers.0."
@@ -25,7 +26,7 @@ D2T, T2D = "d2t", "t2d"
 OF_TARGET = ("verifier_norm.weight", "verifier_lm_head.weight")
 
 _NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+_LAYER_IDS, _TARGET_WIDTH = "eagle_aux_hidden_state_layer_ids", "target_hidden_size"
 _ACCEPTANCE = "first_token_acceptance"  # of this package's trainer
 # Settings of TensorRT Model Optimizer: only heads with these features and norms are supported.
 _FIXED = {
@@ -36,7 +37,7 @@ _FIXED = {
 }
 _TYPES: dict[str, type] = {
     "draft_vocab_size": int,
-    "target_hidden_size": int,
+    _TARGET_WIDTH: int,
     "eagle_config": dict,
     "transformer_layer_config": dict,
     _LAYER_IDS: list,
@@ -58,18 +59,20 @@ def is_head(raw: Mapping[str, Any], names: Collection[str] = ()) -> bool:
 
 
 def read_config(
-    raw: Mapping[str, Any], names: Collection[str], read_layer: Callable[..., DecoderConfig]
+    raw: Mapping[str, Any],
+    tensors: Mapping[str, Stored],
+    read_layer: Callable[..., DecoderConfig],
 ) -> EagleConfig:
     """Returns the config of a head.
 
     Args:
       raw: the contents of config.json.
-      names: of the tensors, in SpecForge's layout; () if the weights are not there.
+      tensors: by their names in SpecForge's layout; {} if the weights are not there.
       read_layer: returns the config of a Llama config.json's contents.
 
     Raises:
-      ValueError: a head of several layers, or that reads other than three of the target's; missing
-        keys, values of another type, or unsupported ones.
+      ValueError: a head of several layers, or whose matrix reads other hidden states than those of
+        the config; missing keys, values of another type, or unsupported ones.
     """
     own = _own_settings(raw)
     own = _own_settings(own.get("eagle_config", {})) | own
@@ -78,8 +81,8 @@ def read_config(
     for key, value in {"num_hidden_layers": 1, **_FIXED}.items():
         if found.get(key) not in (None, value):
             raise ValueError(
-                f"{key}={found[key]!r} of an EAGLE-3 head is not supported: use a head with "
-                f"{key}={value}, of one layer that reads {FEATURES} layers of the target"
+                f"{key}={json.dumps(found[key])} of an EAGLE-3 head is not supported: use a head "
+                f"with {key}={json.dumps(value)}"
             )
     llama = {
         key: value
@@ -94,15 +97,37 @@ def read_config(
         f.name: getattr(config, f.name) for f in dataclasses.fields(DecoderConfig)
     }
     fields["draft_vocab_size"] = None if vocab == config.vocab_size else vocab
-    return EagleConfig(
+    head = EagleConfig(
         **fields,
-        target_hidden_size=own.get("target_hidden_size", config.hidden_size),
+        target_hidden_size=own.get(_TARGET_WIDTH, config.hidden_size),
         layer_inputs=_layer_inputs(own.get(_LAYER_IDS)),
         acceptance=own.get(_ACCEPTANCE),
-        own_embedding=EMBEDDING in names,
-        own_unembedding=UNEMBEDDING in names if names else True,
+        own_embedding=EMBEDDING in tensors,
+        own_unembedding=UNEMBEDDING in tensors if tensors else True,
         **settings,
     )
+    if FC in tensors:
+        _check_features(head, tensors[FC].shape[-1], own.get(_LAYER_IDS))
+    return head
+
+
+def _check_features(config: EagleConfig, columns: int, ids: Sequence[int] | None) -> None:
+    """Raises ValueError unless `fc.weight` has the columns of the layers that a head reads."""
+    count, width = config.num_features, config.target_hidden_size
+    if columns == count * width:
+        return
+    remedies = []
+    if columns % width == 0:
+        layers = columns // width
+        remedies.append(f"set {_LAYER_IDS} to the {layers} that the head was trained with")
+    if columns % count == 0:
+        remedies.append(f"set {_TARGET_WIDTH} to {columns // count} if that is the target's")
+    if remedies:  # other shapes are compared with all tensors
+        named = f"{_LAYER_IDS}={list(ids)}" if ids else f"no {_LAYER_IDS}"
+        raise ValueError(
+            f"{FC} has {columns} columns, and config.json has {named}, which stands for {count} "
+            f"layers of a target with hidden_size={width}: {', or '.join(remedies)}"
+        )
 
 
 def _own_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,17 +149,9 @@ def _layer_inputs(ids: Sequence[int] | None) -> tuple[int, ...] | None:
 
     Ids that begin with 1 name layers whose outputs are read, as SpecForge writes them; others name
     layers whose inputs are read, as in vLLM and speculators. SGLang has the same rule.
-
-    Raises:
-      ValueError: another number of layers than `FEATURES`.
     """
     if not ids:
         return None
-    if len(ids) != FEATURES:
-        raise ValueError(
-            f"{_LAYER_IDS}={list(ids)} is not supported: use a head that reads {FEATURES} layers "
-            "of the target"
-        )
     return tuple(i + 1 if ids[0] == 1 else i for i in ids)
 
 
@@ -164,8 +181,12 @@ def write_config(config: EagleConfig, layer: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-def canonical(name: str) -> str:
-    """Returns a tensor's name in SpecForge's layout."""
+def canonical(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Returns the tensors by their names in SpecForge's layout."""
+    return {_canonical(name): where for name, where in tensors.items()}
+
+
+def _canonical(name: str) -> str:
     name = name.removeprefix("model.")
     if name.startswith(SPECULATORS_LAYER):
         return LAYER + name.removeprefix(SPECULATORS_LAYER)
@@ -231,7 +252,8 @@ def tensors_of(config: DecoderConfig) -> tuple[Tensor, ...]:
     if config.norm_before_fc:
         tensors.append(_norm("input_norm", ("joined_norm",)))
     if config.fc_norm:
-        tensors += [_norm(f"fc_norm.{i}", (f"hidden_norms_{i}",)) for i in range(FEATURES)]
+        numbers = range(config.num_features)
+        tensors += [_norm(f"fc_norm.{i}", (f"hidden_norms_{i}",)) for i in numbers]
     tensors.append(Tensor(FC, ("fc", "weight"), inputs=1))
     names = {
         "hidden_norm": "feature_norm",

@@ -266,9 +266,9 @@ def load_config(path: str | os.PathLike) -> DecoderConfig:
     try:
         raw = dict(text_decoder(raw))
         if eagle_checkpoints.may_be_head(raw):
-            names = {eagle_checkpoints.canonical(name) for name in _tensors_in(path)}
-            if eagle_checkpoints.is_head(raw, names):
-                return eagle_checkpoints.read_config(raw, names, read)
+            tensors = eagle_checkpoints.canonical(_tensors_in(path))
+            if eagle_checkpoints.is_head(raw, tensors):
+                return eagle_checkpoints.read_config(raw, tensors, read)
         return read(raw)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
@@ -372,9 +372,9 @@ def _scan(path: pathlib.Path, config: DecoderConfig) -> dict[str, Stored]:
     _weight_files(path)  # raises if there are none
     stored = _tensors_in(path)
     if isinstance(config, EagleConfig):
-        named = {eagle_checkpoints.canonical(name): where for name, where in stored.items()}
         unused = eagle_checkpoints.unused(config)
-        return {name: x for name, x in named.items() if name not in unused}
+        named = eagle_checkpoints.canonical(stored).items()
+        return {name: where for name, where in named if name not in unused}
     if config.family in TEXT_DECODERS.values():
         stored = {OF_TEXT.sub("", n): x for n, x in stored.items() if not OF_IMAGES.match(n)}
     prefix = FAMILIES[config.family].prefix

@@ -26,6 +26,7 @@ QUICK = ("eagle31", "grouped_rope_llama3", "specforge", "speculators")
 TOLERANCE = 2e-5  # of the largest logit; the reference computes in float64
 TARGET_LAYERS = 8
 WEIGHTS = "model.safetensors"
+IDS = "eagle_aux_hidden_state_layer_ids"
 # Of a head without an embedding; SpecForge writes these names for the case `specforge`.
 SPECFORGE_TENSORS = {
     "d2t": (20,),
@@ -75,16 +76,17 @@ def drafter_of(case: str) -> magicjax.Eagle:
     return magicjax.Eagle(head, check_agreement=False).for_target(target_of(case))
 
 
-def logits_of(case: str, attend, steps: int, config=None, params=None) -> np.ndarray:
+def logits_of(case: str, attend, steps: int, config=None, params=None, hidden=None) -> np.ndarray:
     """Returns the logits [steps, V] along the expected chain, by passes over the whole text.
 
-    `config` and `params` replace the head's.
+    `config`, `params` and `hidden`, the target's hidden states, replace those of the case.
     """
     model, values = drafter_of(case).model, expected(case)
     module = model.module if config is None else model.module.clone(config=config)
     model = dataclasses.replace(model, module=module, params=params or model.params)
     fuse, decode = passes(module, attend)
-    features = np.asarray(fuse(model.params, list(values["hidden"][:, None])))
+    hidden = values["hidden"] if hidden is None else hidden
+    features = np.asarray(fuse(model.params, list(hidden[:, None])))
     # Padded to one length, so that all passes share what is compiled.
     text, logits = np.concatenate([values["tokens"][1:], values["chain"]]), []
     first = features.shape[1]
@@ -132,26 +134,134 @@ def test_logits_of_five_steps_are_those_of_the_reference(case, attend_causally, 
 @pytest.mark.parametrize("case", quick(CASES, "eagle31", "speculators"))
 def test_chains_and_trees_are_those_of_the_reference(case):
     """The drafter's own prefill and cache; the hidden states are by the layers that it asks for."""
-    drafter, target, values = drafter_of(case), target_of(case), expected(case)
+    drafter, values = drafter_of(case), expected(case)
     layers = (3, 4, 6) if case == "speculators" else (2, TARGET_LAYERS // 2, TARGET_LAYERS - 3)
     assert drafter.stats_spec().layer_inputs == layers
-    stats = ModelStats(None, None, dict(zip(layers, values["hidden"][:, None], strict=True)))
-    *text, root = values["tokens"]
-    cache = full_cache.empty(target, 1, 32).replace(lengths=jnp.array([len(text)]))
-
-    def propose(tree):
-        settings = Settings(tree, drafter.shape(tree), "greedy", 32, 16, 16)
-        prefill = jax.jit(lambda *arguments: drafter.prefill(*arguments, settings))
-        state = prefill(target, jnp.array([text]), cache, stats)
-        roots = jnp.array([root])
-        propose = jax.jit(lambda *arguments: drafter.propose(*arguments, settings)[0])
-        proposal = propose(target, state, roots, cache, None)
-        parents = np.atleast_2d(proposal.parents)  # of a static tree, no row's
-        return proposal.tokens[0, 1:].tolist(), parents[0, 1:].tolist()
-
-    assert propose(magicjax.chain(5)) == (values["chain"].tolist(), [0, 1, 2, 3, 4])
-    tree = propose(magicjax.DynamicTree(nodes=13, depth=4, width=4))
+    chain = proposed(case, drafter, values["hidden"], magicjax.chain(5))
+    assert chain == (values["chain"].tolist(), [0, 1, 2, 3, 4])
+    tree = proposed(
+        case, drafter, values["hidden"], magicjax.DynamicTree(nodes=13, depth=4, width=4)
+    )
     assert tree == (values["tree_tokens"].tolist(), values["tree_parents"].tolist())
+
+
+def proposed(case, drafter, hidden, tree) -> tuple[list[int], list[int]]:
+    """Returns the tokens and parents of a drafter's tree for the text of a case.
+
+    `hidden` are the target's hidden states [A, T, Et], by the layers that the drafter asks for.
+    """
+    target, layers = target_of(case), drafter.stats_spec().layer_inputs
+    stats = ModelStats(None, None, dict(zip(layers, hidden[:, None], strict=True)))
+    *text, root = expected(case)["tokens"]
+    cache = full_cache.empty(target, 1, 32).replace(lengths=jnp.array([len(text)]))
+    settings = Settings(tree, drafter.shape(tree), "greedy", 32, 16, 16)
+    prefill = jax.jit(lambda *arguments: drafter.prefill(*arguments, settings))
+    state = prefill(target, jnp.array([text]), cache, stats)
+    propose = jax.jit(lambda *arguments: drafter.propose(*arguments, settings)[0])
+    proposal = propose(target, state, jnp.array([root]), cache, None)
+    parents = np.atleast_2d(proposal.parents)  # of a static tree, no row's
+    return proposal.tokens[0, 1:].tolist(), parents[0, 1:].tolist()
+
+
+def write_head(folder, config, tensors):
+    """Writes a head, and returns its directory."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    safetensors.numpy.save_file(tensors, folder / WEIGHTS)
+    return folder
+
+
+def stored_head(case):
+    """Returns config and tensors of a case."""
+    config = json.loads((GOLDEN / case / "config.json").read_text())
+    return config, safetensors.numpy.load_file(GOLDEN / case / WEIGHTS)
+
+
+def of_four_layers(case, weight):
+    """Returns config and tensors of a head that reads one layer more than a case's: its second.
+
+    The new columns of its matrix are `weight`.
+    """
+    config, tensors = stored_head(case)
+    config["eagle_config"] = {IDS: [2, 3, 4, 5]}
+    first, *others = np.split(tensors["fc.weight"], 3, 1)
+    tensors["fc.weight"] = np.concatenate([first, np.full_like(first, weight), *others], 1)
+    if config.get("fc_norm"):
+        tensors["fc_norm.3.weight"] = tensors["fc_norm.2.weight"]
+        tensors["fc_norm.2.weight"] = tensors["fc_norm.1.weight"]
+        tensors["fc_norm.1.weight"] = np.ones_like(tensors["fc_norm.2.weight"])
+    return config, tensors
+
+
+@pytest.mark.parametrize("case", ["specforge", "eagle31"])
+def test_a_head_may_read_four_layers(case, attend_causally, tmp_path):
+    """It drafts as one of three if the fourth has no weights, and otherwise not."""
+    values = expected(case)
+    shape = values["hidden"][:1].shape
+    hidden = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    hidden = np.concatenate([values["hidden"][:1], hidden, values["hidden"][1:]])
+    for weight in (0, 1):
+        folder = write_head(tmp_path / str(weight), *of_four_layers(case, weight))
+        head = magicjax.load(folder, "float32")
+        drafter = magicjax.Eagle(head, check_agreement=False).for_target(target_of(case))
+        found = logits_of(case, attend_causally, 2, head.config, head.params, hidden)
+        assert (relative_error(found, case) < TOLERANCE) == (weight == 0)
+        assert drafter.stats_spec().layer_inputs == (2, 3, 4, 5)
+        if weight == 0:
+            tokens, _ = proposed(case, drafter, hidden, magicjax.chain(5))
+            assert tokens == values["chain"].tolist()
+    models.save_checkpoint(tmp_path / "again", head.module, head.params)
+    assert models.load_config(tmp_path / "again") == head.config
+
+
+@pytest.mark.parametrize(
+    ("change", "message", "remedy"),
+    [
+        (
+            {"eagle_config": None},
+            "fc.weight has 128 columns, and config.json has no eagle_aux_.*_layer_ids, which "
+            "stands for 3 layers .* hidden_size=32: set eagle_aux_hidden_state_layer_ids to the 4 "
+            "that the head was trained with$",
+            {IDS: [2, 3, 4, 5]},
+        ),
+        (
+            {"eagle_config": {IDS: [2, 4]}},
+            r"128 columns, and .*_layer_ids=\[2, 4\], which stands for 2 layers .*: set eagle_aux_"
+            ".* to the 4 .*, or set target_hidden_size to 64 if that is the target's",
+            {"eagle_config": {IDS: [2, 3, 4, 5]}},
+        ),
+        (
+            {"target_hidden_size": 64},
+            "128 columns, .* 4 layers of a target with hidden_size=64: set eagle_aux_.* to the 2 "
+            ".*, or set target_hidden_size to 32",
+            {"target_hidden_size": 32},
+        ),
+    ],
+)
+def test_the_columns_of_a_head_tell_its_layers(change, message, remedy, tmp_path):
+    """Before any weights are read; the error names the key that is missing or wrong."""
+    config, tensors = of_four_layers("specforge", 0)
+    right = models.load_checkpoint(write_head(tmp_path / "right", config, tensors))
+    folder = write_head(tmp_path / "wrong", config | change, tensors)
+    for read in (models.load_config, models.load_checkpoint):
+        with pytest.raises(ValueError, match=message):
+            read(folder)
+    write_head(folder, config | change | remedy, tensors)
+    found = models.load_checkpoint(folder)
+    assert found.module == right.module
+    jax.tree.map(np.testing.assert_array_equal, found.params, right.params)
+
+
+def test_a_wider_target_is_a_remedy_for_a_head_without_layer_ids(tmp_path):
+    config, tensors = stored_head("wide_target")
+    del config["target_hidden_size"]
+    message = "fc.weight has 144 columns, .* hidden_size=32: set target_hidden_size to 48 if that"
+    with pytest.raises(ValueError, match=message):
+        models.load_config(write_head(tmp_path, config, tensors))
+    write_head(tmp_path, config | {"target_hidden_size": 48}, tensors)
+    found, right = (models.load_checkpoint(x) for x in (tmp_path, GOLDEN / "wide_target"))
+    assert found.module == right.module
+    jax.tree.map(np.testing.assert_array_equal, found.params, right.params)
 
 
 @pytest.mark.parametrize("case", quick(CASES, "eagle31", "speculators"))
@@ -243,19 +353,19 @@ def setting(**settings):
         (without("midlayer.mlp.up_proj.weight"), "missing midlayer.mlp.up_proj.weight"),
         (
             setting(num_hidden_layers=2),
-            "num_hidden_layers=2 of an .* a head with num_hidden_layers=1, of one layer",
+            "num_hidden_layers=2 of an .* a head with num_hidden_layers=1",
         ),
         (
             setting(eagle_config={"use_aux_hidden_state": False}),
-            "use_aux_hidden_state=False of an .* a head with .*=True, .* reads 3 layers",
+            "use_aux_hidden_state=false of an .* a head with use_aux_hidden_state=true",
         ),
         (
             setting(use_mtp_layernorm=True),
-            "use_mtp_layernorm=True of an .* a head with use_mtp_layernorm=False",
+            "use_mtp_layernorm=true of an .* a head with use_mtp_layernorm=false",
         ),
         (
             setting(eagle_aux_hidden_state_layer_ids=[1, 2, 3, 5]),
-            r"layer_ids=\[1, 2, 3, 5\] is not supported: use a head that reads 3 layers",
+            r"fc.weight has 96 columns, .*_layer_ids=\[1, 2, 3, 5\], .* 4 layers .* to the 3 that",
         ),
         (make_eagle_1, "kind EAGLE-1 or EAGLE-2, .* not supported"),
         (
@@ -280,11 +390,9 @@ def setting(**settings):
     ],
 )
 def test_a_wrong_file_is_one_clear_error(change, message, tmp_path):
-    config = json.loads((GOLDEN / "specforge" / "config.json").read_text())
-    tensors = safetensors.numpy.load_file(GOLDEN / "specforge" / WEIGHTS)
+    config, tensors = stored_head("specforge")
     change(config, tensors)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    safetensors.numpy.save_file(tensors, tmp_path / WEIGHTS)
+    write_head(tmp_path, config, tensors)
     with pytest.raises(ValueError, match=message):
         magicjax.load(tmp_path, "float32")
 
