@@ -285,32 +285,32 @@ def chosen_format(
     forms = [(form, inputs) for form, inputs in found if form is not None]
     if not forms:
         return weights if isinstance(weights, WeightFormat) and weights.is_rounding else None
-    own = _common_format(name, forms)
-    exact = own if weights is None else None
-    if isinstance(weights, WeightFormat):
-        exact = with_smaller_groups(own, weights)
-    in_part = len(forms) < len(found)
-    if exact is None or (in_part and weights is not None and not exact.is_rounding):
-        return rounded_format(weights)
-    if in_part and not exact.is_rounding:
+    own, in_part = _common_format(forms), len(forms) < len(found)
+    if weights is None:
+        if own is not None and not in_part:
+            return own
+        kinds = "has integers in some layers or experts and float8 in others"
+        if own is not None:
+            kinds = f"is quantized ({own}) in some layers or experts only"
         raise ValueError(
-            f"{name} is quantized ({own}) in some layers or experts only, which have one format "
-            "here: pass weights='none' or 'int8'"
+            f"{name} {kinds}, which have one format here: pass weights='none' or 'int8'"
         )
+    exact = None
+    if own is not None and isinstance(weights, WeightFormat):
+        exact = with_smaller_groups(own, weights)
+    if exact is None or (in_part and not exact.is_rounding):
+        return rounded_format(weights)
     return exact
 
 
-def _common_format(name: str, found: Iterable[tuple[WeightFormat, int]]) -> WeightFormat:
+def _common_format(found: Iterable[tuple[WeightFormat, int]]) -> WeightFormat | None:
     """Returns the format that holds matrices of several formats and inputs exactly.
 
-    Raises ValueError for a mixture of integers and float8.
+    Returns None for a mixture of integers and float8.
     """
     forms = {form for form, _ in found}
     if len(kinds := {form.is_float for form in forms}) > 1:
-        raise ValueError(
-            f"{name} has integers in some layers or experts and float8 in others, which have one "
-            "format here: pass weights='none' or 'int8'"
-        )
+        return None
     group = None
     if any(form.group is not None for form in forms):
         group = math.gcd(*(form.group or inputs for form, inputs in found))

@@ -10,6 +10,7 @@ import magicjax
 import models
 from tests.magicjax import keywords
 from tests.models.quantized_layouts import write_pair
+from tests.models.test_huggingface import assert_identical
 
 
 @pytest.mark.parametrize("name", ["awq", "fp8"])
@@ -132,24 +133,41 @@ def test_layers_in_one_format_can_be_divided(tmp_path, eight):
 
 
 def refused_on_stages(folder):
+    """Returns the text after both remedies."""
     mesh = magicjax.make_mesh(stage=2, devices=jax.devices()[:2])
     with pytest.raises(ValueError, match="stages need the same in each: load the target with the"):
         greedy(magicjax.load(folder, "float32"), mesh)
-    return True
+    with pytest.raises(ValueError, match="pass weights='none' or 'int8'"):
+        magicjax.load(folder, "float32", mesh=mesh)
+    return greedy(magicjax.load(folder, "float32", mesh=mesh, weights="none"), mesh)
 
 
-def test_layers_that_cannot_be_stacked_are_refused(tmp_path, eight):
-    folder, _ = write_pair(tmp_path, "packed, zeros", IGNORED)
-    with pytest.raises(
-        ValueError, match="^attention/q is quantized .* in some layers .* or 'int8'"
-    ):
+def test_layers_that_differ_are_loaded_with_the_mesh_as_the_error_says(tmp_path, eight):
+    folder, plain = write_pair(tmp_path, "packed, zeros", IGNORED)
+    found = eight(refused_on_stages, folder=str(folder))
+    assert found == greedy(magicjax.load(plain, "float32"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "ignored", "message"),
+    [
+        ("packed", IGNORED, r"is quantized \(int4:8\) in some layers"),
+        ("packed, zeros", IGNORED, r"is quantized \(int4:8\+zeros\) in some layers"),
+        (("packed", "float8"), ("lm_head",), "has integers in some layers .* and float8 in others"),
+    ],
+)
+@pytest.mark.parametrize("weights", ["none", "int8"])
+def test_layers_in_several_formats_are_stacked_as_the_error_says(
+    layout, ignored, message, weights, tmp_path
+):
+    folder, plain = write_pair(tmp_path, layout, ignored)
+    with pytest.raises(ValueError, match=f"{message}.*: pass weights='none' or 'int8'"):
         magicjax.load(folder, "float32", offload=True)
-    assert eight(refused_on_stages, folder=str(folder))
-    assert str(magicjax.load(folder, weights="int8", offload=True).weights) == "int8"
-    (tmp_path / "mixed").mkdir()
-    mixed, _ = write_pair(tmp_path / "mixed", ("packed", "float8"))
-    with pytest.raises(ValueError, match="q has integers in some .* and float8 in others"):
-        magicjax.load(mixed, "float32", offload=True)
+    found, right = (
+        magicjax.load(x, "float32", weights=weights, offload=True) for x in (folder, plain)
+    )
+    assert str(found.weights) == weights
+    assert_identical((found.params, found.layout), (right.params, right.layout))
 
 
 def test_a_format_quantizes_the_matrices_that_a_checkpoint_does_not(tmp_path):
