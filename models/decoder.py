@@ -6,6 +6,7 @@ which determines the visible positions.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -222,7 +223,7 @@ class DecoderConfig:
         if self.draft_vocab_size is not None and not 2 <= self.draft_vocab_size < self.vocab_size:
             raise ValueError(
                 f"draft_vocab_size={self.draft_vocab_size} must be at least 2 and smaller than "
-                f"vocab_size={self.vocab_size}"
+                f"vocab_size={self.vocab_size}; omit it if the model has all tokens"
             )
 
     def _check_windows(self) -> None:
@@ -285,10 +286,18 @@ class DecoderConfig:
             raise ValueError(f"head_dim={self.head_dim} must be even: the rotation pairs halves")
         if size % 2 or not 2 <= size <= self.head_dim:
             nearest = max(min(size, self.head_dim) // 2 * 2, 2)
+            right = nearest / self.head_dim
+            if int(right * self.head_dim) < nearest:  # 30 / 44, which times 44 is below 30
+                right = math.nextafter(right, 1)
             raise ValueError(
                 f"partial_rotary_factor={factor} rotates {size} elements of head_dim="
                 f"{self.head_dim}: their number must be even, from 2 to {self.head_dim}; for "
-                f"{nearest}, use {nearest / self.head_dim}"
+                f"{nearest}, use {right}"
+            )
+        if rope.kind == "longrope" and len(rope.short_factor) != size // 2:
+            raise ValueError(
+                f"short_factor has {len(rope.short_factor)} elements: the rotation has "
+                f"{size // 2} pairs, and needs one for each"
             )
 
     @property

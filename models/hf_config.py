@@ -8,7 +8,9 @@ logged. The tests compare the lists of keys with the installed transformers.
 
 import dataclasses
 import functools
+import json
 import logging
+import re
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -222,7 +224,7 @@ class _ConfigReader:
                 allowed = self.fixed[key]
                 entries = value if isinstance(value, list) else [value]
                 if value not in allowed and not all(entry in allowed for entry in entries):
-                    values = " or ".join(map(repr, allowed))
+                    values = " or ".join(dict.fromkeys(map(json.dumps, allowed)))
                     problems.append(f"{key}={value!r} is not supported: it must be {values}")
             elif key not in self.ignored:
                 self.unknown.append(key)
@@ -238,8 +240,8 @@ def drafter_head(kind: str) -> str:
     """Returns the error for a drafter that reads a target's hidden states and is no model alone."""
     return (
         f"this is a drafter of kind {kind}, which reads the hidden states of its target and is not "
-        "supported: draft with a small model of the target's vocabulary, an EAGLE-3 head, self or "
-        "prompt-lookup"
+        "supported: draft with a small model of the target's vocabulary (small:PATH), an EAGLE-3 "
+        "head (eagle:PATH), self:streaming:256 or prompt-lookup:4"
     )
 
 
@@ -294,7 +296,12 @@ def read_config(raw: Mapping[str, Any], file: str = "config.json") -> DecoderCon
             settings |= dict.fromkeys(fields, value)
     for part in family.parts:
         settings |= READERS[part](reader, settings)
-    config = family_config(name, **settings)
+    keys = {field: key for key in family.keys for field in family.fields(key)}
+    try:
+        config = family_config(name, **settings)
+    except ValueError as error:  # names fields
+        named = re.sub(r"\w+", lambda word: keys.get(word[0], word[0]), str(error))
+        raise ValueError(named) from error
     reader.check_unread()
     if reader.unknown:
         log_ignored(file, tuple(reader.unknown))
@@ -390,8 +397,8 @@ def _parse_rope(
         )
     if nested := sorted({FULL, SLIDING}.intersection(settings)):
         raise ValueError(
-            f"{key} has settings that are not supported: "
-            + ", ".join(f"{name}={settings[name]!r}" for name in nested)
+            f"{key} has settings of {' and '.join(nested)}, and all layers of this family have the "
+            f"same: use those of one of them as {key}"
         )
     reader.unknown += [f"{name} of {key}" for name in sorted(set(settings) - set(ROPE_KEYS))]
     positions, original = (
@@ -403,7 +410,8 @@ def _parse_rope(
     if kind in ("yarn", "longrope"):  # DeepSeek and Phi-3 omit the factor
         settings.setdefault("factor", positions / settings["original_max_position_embeddings"])
     if missing := [name for name in ROPE_NEEDS[kind] if name not in settings]:
-        raise ValueError(f"{key} of type {kind!r} lacks {', '.join(missing)}")
+        them = "them" if len(missing) > 1 else "it"
+        raise ValueError(f"{key} of type {kind!r} lacks {', '.join(missing)}: add {them}")
     fields = {ROPE_KEYS[name]: settings[name] for name in ROPE_READS[kind] if name in settings}
     fields = {n: tuple(x) if isinstance(x, list) else x for n, x in fields.items()}
     return Rope(theta=float(theta), kind=kind, partial_rotary_factor=partial, **fields)
@@ -416,8 +424,8 @@ def _read_window(reader: _ConfigReader, settings: Settings) -> Settings:
     if window is not None and full:
         raise ValueError(
             f"layer_types has full_attention and sliding_window is {window}: all layers of "
-            f"model_type={reader.get('model_type')!r} have the window; use null, or remove "
-            "layer_types"
+            f"model_type={reader.get('model_type')!r} have the window: set sliding_window to null, "
+            "or remove layer_types"
         )
     return {"sliding_window": window}
 
@@ -439,10 +447,11 @@ def _read_switched_window(reader: _ConfigReader, settings: Settings) -> Settings
 
 def _read_alternating_window(reader: _ConfigReader, settings: Settings) -> Settings:
     """Returns the window of all layers but every second or n-th one (Gemma, gpt-oss)."""
-    layers, period = settings["num_layers"], reader.get("sliding_window_pattern", 2)
-    period = reader.get("_sliding_window_pattern", period)
+    layers, plain = settings["num_layers"], "sliding_window_pattern"
+    given = [(key, reader.get(key)) for key in (f"_{plain}", plain)]
+    key, period = next((each for each in given if each[1] is not None), (plain, 2))
     if period < 1:
-        raise ValueError(f"sliding_window_pattern={period}: it must be 1 or more")
+        raise ValueError(f"{key}={period}: it must be 1 or more")
     full = _full_layers(reader, layers, range(period - 1, layers, period))
     return _windowed(reader.get("sliding_window"), full, layers)
 

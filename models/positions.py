@@ -159,11 +159,6 @@ def _yarn_attention_factor(rope: Rope) -> float:
 
 def _longrope(rope: Rope, inverse: np.ndarray) -> np.ndarray:
     """Divides every frequency by its own factor (arXiv 2402.13753)."""
-    if len(rope.short_factor) != len(inverse):
-        raise ValueError(
-            f"short_factor has {len(rope.short_factor)} elements: the rotation has "
-            f"{len(inverse)} pairs, and needs one for each"
-        )
     return inverse / np.asarray(rope.short_factor, np.float32)
 
 

@@ -190,7 +190,7 @@ REFUSED = {
         {"general__architecture": "command-r"},
         "general.architecture='command-r' is not supported: it must be one of llama, qwen2, qwen3",
     ),
-    "experts": ({"llama__expert_count": 8}, "a token uses from 1 to num_experts experts"),
+    "experts": ({"llama__expert_count": 8}, "a token uses from 1 to num_local_experts experts"),
     "rope": (
         {"llama__rope__scaling__type": "longrope"},
         "rope.scaling.type='longrope' is not supported: it must be one of none, linear, yarn",

@@ -25,6 +25,12 @@ def assert_identical(found, expected):
         np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
 
 
+def assert_same(found, right):
+    """The same module and parameters, so the same logits."""
+    assert found.module == right.module
+    assert_identical(found.params, right.params)
+
+
 def edit_json(path, **changes):
     raw = json.loads(path.read_text())
     for key, value in changes.items():
