@@ -203,15 +203,28 @@ def _check_random(module: nn.Module, source: str | os.PathLike) -> None:
     )
     if jax.local_devices()[0].platform != "cpu":
         return
-    leaves = jax.tree.leaves(models.abstract_params(module))
-    needed = sum(array_bytes(x.shape, x.dtype) for x in leaves)
-    available = offloading.free_host_memory()
+    needed, available = _bytes_of(module), offloading.free_host_memory()
     if available is not None and needed > available:
         raise ValueError(
             f"the weights of {source} need {needed / GB:.1f} GB of memory, and "
-            f"{available / GB:.1f} GB are available: use a smaller preset, dtype='bfloat16', or "
-            "weights='int8' or 'int4'"
+            f"{available / GB:.1f} GB are available: use a smaller preset"
+            + _smaller_weights(module.config, available)
         )
+
+
+def _bytes_of(module: nn.Module) -> int:
+    """Returns the bytes of a module's parameters."""
+    leaves = jax.tree.leaves(models.abstract_params(module))
+    return sum(array_bytes(x.shape, x.dtype) for x in leaves)
+
+
+def _smaller_weights(config: models.DecoderConfig, available: int) -> str:
+    """Returns options of `load` with which a preset's weights need `available` bytes, as text."""
+    for form in (None, "int8", "int4:32"):
+        formats = models.blocks_in(config, form)
+        if _bytes_of(models.build(config, PRESET_DTYPE, formats)) <= available:
+            return f", or dtype={PRESET_DTYPE!r}" + (f" and weights={form!r}" if form else "")
+    return ""
 
 
 def _initialized(

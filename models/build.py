@@ -34,7 +34,9 @@ def build(
         raise TypeError(f"{type(config).__name__} is not a model config: it must be DecoderConfig")
     if isinstance(config, EagleConfig):
         if weights:
-            raise ValueError(f"weights={weights} is not supported for an EAGLE head: omit weights")
+            raise ValueError(
+                f"weights={weights} is not supported for an EAGLE head: pass weights='none'"
+            )
         return EagleHead(config, jnp.dtype(dtype))
     formats = weights if isinstance(weights, MatrixFormats) else blocks_in(config, weights)
     formats.check(config.matrix_inputs())

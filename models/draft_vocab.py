@@ -38,7 +38,9 @@ def with_draft_vocab(
     """
     c = module.config
     if isinstance(c, EagleConfig) or c.draft_vocab_size is not None:
-        raise ValueError(f"draft_vocab={size}: the model has a draft vocabulary of its own")
+        raise ValueError(
+            f"draft_vocab={size}: the model has a draft vocabulary of its own; omit draft_vocab"
+        )
     blocks = _blocks(c, size, eos_token_ids)
     tokens = (blocks[:, None] * OUTPUTS + np.arange(OUTPUTS)).reshape(-1)
     tokens = tokens[tokens < c.vocab_size]  # of matrices that are not packed

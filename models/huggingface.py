@@ -327,7 +327,10 @@ def sampling_defaults(path: pathlib.Path) -> dict[str, Any]:
 
 def _weight_files(path: pathlib.Path) -> list[pathlib.Path]:
     if (path / INDEX).is_file():
-        names = sorted(set(_read_json(path / INDEX)["weight_map"].values()))
+        files = _read_json(path / INDEX).get("weight_map")
+        if not isinstance(files, dict):
+            raise ValueError(f"{path / INDEX} has no weight_map: download it again")
+        names = sorted(set(files.values()))
         if missing := [name for name in names if not (path / name).is_file()]:
             raise FileNotFoundError(
                 f"{path / INDEX} names files that do not exist: {missing}; download them"
@@ -445,7 +448,8 @@ def _match(
     if matrices and quantization is None:
         raise ValueError(
             f"{next(iter(matrices))} is quantized, and config.json has no {QUANTIZATION}: add the "
-            "one of the checkpoint"
+            "one of the checkpoint, or the contents of its quantize_config.json or "
+            "quant_config.json with quant_method"
         )
     if config.tie_embeddings:
         stored = _fold_tied(tensors_of(config)[0].name, stored)

@@ -106,8 +106,10 @@ def read_quantization_config(settings: Mapping[str, Any] | None) -> Quantization
     method = settings.get("quant_method")
     if method == "awq":
         kind = settings.get("version") or settings.get("format") or "gemm"
-        if str(kind).lower() != "gemm" or settings.get("backend") == "llm-awq":
+        if str(kind).lower() != "gemm":
             raise _unsupported("awq with version", kind, ("gemm",))
+        if settings.get("backend") == "llm-awq":
+            raise _unsupported("awq with backend", "llm-awq", ("autoawq",))
         return QuantizationConfig(method, group=_group(settings))
     if method == "gptq":
         kind = settings.get("checkpoint_format") or settings.get("format") or "gptq"
@@ -157,7 +159,11 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> QuantizationConfig:
             )
     blocks = {_block((group.get("weights") or {}).get("block_structure")) for group in groups}
     if len(blocks) > 1:
-        raise _unsupported("several values of block_structure", blocks, ("one of them",))
+        texts = " and ".join(sorted(str(block and list(block)) for block in blocks))
+        raise ValueError(
+            f"quantization_config has groups with different block_structure, {texts}, which is not "
+            "supported: load the unquantized checkpoint"
+        )
     return QuantizationConfig("compressed-tensors", block=next(iter(blocks), None))
 
 
@@ -168,7 +174,10 @@ def _block(structure: str | Sequence[int] | None) -> tuple[int, int] | None:
     try:
         rows, columns = map(int, structure.split("x") if isinstance(structure, str) else structure)
     except ValueError:
-        raise _unsupported("block_structure", structure, ("two numbers",)) from None
+        raise ValueError(
+            f"quantization_config has block_structure={structure!r}: it must be two numbers, such "
+            "as [128, 128]"
+        ) from None
     return rows, columns
 
 
@@ -253,17 +262,17 @@ def matrix_format(
 
 
 def _check_group(size: int, groups: int, inputs: int) -> None:
-    """Raises ValueError unless a matrix has the groups of the settings, of equal sizes."""
+    """Raises ValueError if a matrix has other groups of equal sizes than those of the settings."""
     size = min(size, inputs)
     if inputs % size:
         raise ValueError(
             f"its {inputs} inputs are not a multiple of group_size={size}: a smaller last group is "
             "not supported; load the unquantized checkpoint"
         )
-    if groups * size != inputs:
+    if groups * size != inputs and groups and inputs % groups == 0:
         raise ValueError(
             f"it has {groups} groups for {inputs} inputs, and quantization_config has "
-            f"group_size={size}: set group_size to that of the checkpoint"
+            f"group_size={size}: set group_size to {inputs // groups}"
         )
 
 
@@ -508,8 +517,8 @@ def _bits(words: int, values: int) -> int:
         if words == -(-values * bits // 32):
             return bits
     raise ValueError(
-        f"{words} words of 32 bits for {values} values are not supported: values must have "
-        f"{' or '.join(map(str, BITS))} bits"
+        f"{words} words of 32 bits for {values} values are not supported: load a checkpoint with "
+        f"values of {' or '.join(map(str, BITS))} bits, or the unquantized one"
     )
 
 
@@ -540,7 +549,10 @@ def _read_unpacked(parts: Mapping[str, np.ndarray], block: tuple[int, int] | Non
     if block is not None and scales.ndim == 2:
         rows, columns = block
         if inputs % columns:
-            raise ValueError(f"its {inputs} inputs are not a multiple of {columns}, a block's")
+            raise ValueError(
+                f"its {inputs} inputs are not a multiple of the {columns} of a block, which is not "
+                "supported: load the unquantized checkpoint"
+            )
         scales = np.repeat(scales, rows, 0)[:outputs]
     zeros = parts.get("weight_zero_point")
     zeros = None if zeros is None else _per_output(zeros, outputs)

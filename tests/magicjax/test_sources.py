@@ -7,6 +7,7 @@ import os
 import zipfile
 
 import jax
+import numpy as np
 import pytest
 
 import magicjax
@@ -109,13 +110,16 @@ def test_a_file_is_converted_once_and_again_when_it_changes(gguf, cache, written
 
 def test_a_file_that_has_changed_or_is_gone_is_an_error(gguf, cache):
     directory = sources.directory_of(gguf)
-    assert magicjax.load(directory).config == CONFIG
+    right = magicjax.load(directory)
+    assert right.config == CONFIG
     os.utime(gguf, ns=(0, 0))
     with pytest.raises(ValueError, match="tiny.gguf has changed since .* pass the GGUF file's pat"):
         magicjax.load(directory)
-    gguf.unlink()
+    moved = gguf.rename(gguf.parent / "moved.gguf")
     with pytest.raises(FileNotFoundError, match="tiny.gguf does not exist, .* new path"):
         magicjax.load(directory)
+    found = magicjax.load(moved)
+    jax.tree.map(np.testing.assert_array_equal, found.params, right.params)
 
 
 def test_a_conversion_that_is_killed_leaves_nothing_that_counts(gguf, cache, monkeypatch):

@@ -18,6 +18,7 @@ from magicjax.drafters.draft_pass import embed_for
 from magicjax.kv_cache import full_cache
 from magicjax.kv_cache.model_stats import ModelStats
 from magicjax.settings import Settings
+from tests.models import quantized_layouts
 from tests.quick import quick
 
 GOLDEN = pathlib.Path(__file__).parent / "golden_eagle"
@@ -328,6 +329,10 @@ def store_ids(config, tensors):
     tensors["d2t"] += np.arange(len(tensors["d2t"]))
 
 
+def subtract_ids(config, tensors):
+    tensors["d2t"] -= np.arange(len(tensors["d2t"]))
+
+
 def make_eagle_1(config, tensors):
     del (
         config["draft_vocab_size"],
@@ -395,6 +400,81 @@ def test_a_wrong_file_is_one_clear_error(change, message, tmp_path):
     write_head(tmp_path, config, tensors)
     with pytest.raises(ValueError, match=message):
         magicjax.load(tmp_path, "float32")
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "message", "remedy"),
+    [
+        ("specforge", store_ids, "the target's token less the draft token", subtract_ids),
+        (
+            "speculators",
+            setting(fc_norm=True),
+            "exclude each other: use one of them",
+            setting(fc_norm=False),
+        ),
+        ("eagle31", setting(norm_before_fc=True), "use one of them", setting(norm_before_fc=None)),
+        (
+            "specforge",
+            setting(num_hidden_layers=2),
+            "use a head with num_hidden_layers=1",
+            setting(num_hidden_layers=1),
+        ),
+        (
+            "specforge",
+            setting(use_aux_hidden_state=False),
+            "use a head with use_aux_hidden_state=true",
+            setting(use_aux_hidden_state=True),
+        ),
+        (
+            "specforge",
+            setting(draft_vocab_size="20"),
+            "must be an integer: correct config.json",
+            setting(draft_vocab_size=20),
+        ),
+    ],
+)
+def test_what_an_error_about_a_head_asks_for_gives_the_head(
+    case, change, message, remedy, tmp_path
+):
+    config, tensors = stored_head(case)
+    change(config, tensors)
+    with pytest.raises(ValueError, match=message):
+        models.load_checkpoint(write_head(tmp_path, config, tensors))
+    remedy(config, tensors)
+    found = models.load_checkpoint(write_head(tmp_path, config, tensors))
+    right = models.load_checkpoint(GOLDEN / case)
+    assert found.module == right.module
+    jax.tree.map(np.testing.assert_array_equal, found.params, right.params)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_weights_of_a_head_are_floating_point(quantized, tmp_path):
+    """Those of a quantized head are dequantized with the option that the error names."""
+    config, tensors = stored_head("specforge")
+    name, draw = "midlayer.mlp.up_proj", np.random.default_rng(0)
+    settings, quantize = quantized_layouts.LAYOUTS["int8"]
+    parts, matrix = quantize(draw, 32, 40)
+    tensors[f"{name}.weight"] = np.ascontiguousarray(matrix)
+    right = models.load_checkpoint(write_head(tmp_path / "right", config, tensors), "float32")
+    if quantized:
+        tensors |= {f"{name}.{part}": np.ascontiguousarray(x) for part, x in parts.items()}
+        config["quantization_config"] = settings
+    folder = write_head(tmp_path / "head", config, tensors)
+    with pytest.raises(ValueError, match="for an EAGLE head: pass weights='none'"):
+        models.load_checkpoint(folder, "float32", weights=None if quantized else "int8")
+    found = models.load_checkpoint(folder, "float32", weights="none")
+    assert found.module == right.module
+    jax.tree.map(np.testing.assert_array_equal, found.params, right.params)
+
+
+def test_options_that_heads_do_not_have_are_omitted():
+    for options, message in (
+        (dict(kv_dtype="int8"), "is an EAGLE head: omit kv_dtype"),
+        (dict(draft_vocab=16), "vocabulary of its own; omit draft_vocab"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            magicjax.load(GOLDEN / "specforge", **options)
+    assert magicjax.load(GOLDEN / "specforge").config.draft_vocab_size == 20
 
 
 def test_weights_in_pickle_format_are_refused(tmp_path):

@@ -199,6 +199,10 @@ REFUSED = {
     "part of a head": ({"llama__rope__dimension_count": 8}, "8 is not supported: it must be 16"),
     "rope of several kinds": (YARN | ONES, "type='yarn' with rope_freqs.weight is not supported"),
     "other frequencies": (ONES, "rope_freqs.weight has other divisors than Llama 3.1"),
+    "longrope": (
+        {"tensors": {"rope_factors_short.weight": np.ones(8, np.float32)}},
+        "(LongRoPE) is not supported: load the model's Hugging Face directory",
+    ),
     "incomplete rope": (YARN, "llama.rope.scaling.factor is missing"),
     "no setting": ({"llama__block_count": None}, "llama.block_count is missing"),
     "no embedding": ({"drop": ["token_embd.weight"]}, "token_embd.weight is missing"),
@@ -236,6 +240,44 @@ def test_unsupported_files_are_refused_with_their_name(name, tmp_path):
     with pytest.raises(ValueError) as error:
         read_gguf(file)
     assert str(error.value).startswith(f"{file}: ") and message in str(error.value)
+
+
+# Metadata of a merged file, as `llama-gguf-split --merge` leaves it.
+MERGED = {"split__count": 0, "split__no": 0, "split__tensors__count": 12}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message", "right"),
+    [
+        ({"split__count": 3}, "merge them with llama-gguf-split --merge", MERGED),
+        (
+            {"llama__rope__dimension_count": 8},
+            "it must be 16",
+            {"llama__rope__dimension_count": 16},
+        ),
+        (
+            {"llama__attention__causal": False},
+            "it must be True",
+            {"llama__attention__causal": True},
+        ),
+        (
+            {"llama__rope__scaling__type": "longrope"},
+            "it must be one of none, linear, yarn",
+            {"llama__rope__scaling__type": "none"},
+        ),
+    ],
+    ids=["parts", "part of a head", "causal", "rope"],
+)
+def test_what_an_error_about_a_file_asks_for_gives_the_model(wrong, message, right, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        read_gguf(write(tmp_path / "wrong.gguf", SMALL, **wrong))
+    folders = [
+        converted(write(tmp_path / f"{name}.gguf", SMALL, **changes), tmp_path / name)
+        for name, changes in (("right", right), ("plain", {}))
+    ]
+    found, plain = (models.load_checkpoint(folder) for folder in folders)
+    assert found.module == plain.module
+    assert jax.tree.all(jax.tree.map(np.array_equal, found.params, plain.params))
 
 
 def test_damaged_files_are_refused(tmp_path):
