@@ -329,6 +329,8 @@ def _without_aliases(raw: Mapping[str, Any], aliases: Mapping[str, str]) -> dict
 def text_decoder(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the settings of the text decoder of a model that also reads images, or `raw`.
 
+    `tie_word_embeddings` is that of the whole model, if it has the key.
+
     Raises ValueError if there are none.
     """
     family = TEXT_DECODERS.get(raw.get("model_type") or "")
@@ -339,7 +341,8 @@ def text_decoder(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ValueError(
             f"model_type={raw['model_type']!r} needs a text_config of model_type {family!r}: add it"
         )
-    return {**text, "model_type": family}
+    tied = {key: raw[key] for key in ("tie_word_embeddings",) if key in raw}
+    return {**text, **tied, "model_type": family}
 
 
 def _read_rope(reader: _ConfigReader, settings: Settings) -> Settings:

@@ -107,6 +107,24 @@ def test_an_output_matrix_beside_a_tied_embedding_is_used_or_removed(tiny, tmp_p
     assert_identical(models.load_checkpoint(tmp_path / "x").params, params)
 
 
+def test_the_output_matrix_of_a_model_that_reads_images_is_that_of_the_whole_model(tmp_path):
+    """Hugging Face reads `tie_word_embeddings` beside `text_config`."""
+    text = json.loads((GOLDEN / "gemma3" / "config.json").read_text())
+    tensors = safetensors.numpy.load_file(GOLDEN / "gemma3" / "model.safetensors")
+    output = tensors["model.embed_tokens.weight"][::-1].copy()
+    safetensors.numpy.save_file(
+        tensors | {"lm_head.weight": output}, tmp_path / "model.safetensors"
+    )
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    with pytest.raises(ValueError, match="set tie_word_embeddings to false to use both"):
+        models.load_checkpoint(tmp_path)
+    edit_json(config, tie_word_embeddings=False)
+    found = models.load_checkpoint(tmp_path).params["params"]
+    right = models.load_checkpoint(GOLDEN / "gemma3").params["params"]
+    assert_identical(found, right | {"unembedding": output})
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_the_dtypes_that_errors_name_are_read(dtype, tiny, tmp_path):
     module, params = tiny
@@ -444,6 +462,7 @@ def test_options_that_a_model_does_not_have_are_omitted(tmp_path, tiny):
         (dict(stages=2), "requires a mesh: pass mesh, or remove stages"),
         (dict(kv_dtype="int4"), "use 'int8', or omit it"),
         (dict(activations="int4"), "use 'int8' or 'float'"),
+        (dict(offload="int8"), "use True or False, and weights='int8' for quantized weights"),
     ):
         with pytest.raises(ValueError, match=message):
             magicjax.load(tmp_path / "x", **options)
