@@ -1,12 +1,16 @@
 """The bodies of requests: which fields there are and what they may be.
 
-A field's description completes the error "FIELD=VALUE: it must be DESCRIPTION".
+A field's description completes the error "PATH=VALUE: it must be DESCRIPTION". An error of a field
+without one is that of the field around it.
 """
 
-from typing import Annotated, Any, Literal
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
 import pydantic
 from pydantic import Field
+from pydantic.fields import FieldInfo
 
 from magicjax.engine.config import MAX_STOP_TOKENS
 from magicjax.server.errors import ApiError
@@ -16,7 +20,6 @@ from magicjax.verification.logprobs import MAX_ALTERNATIVES
 MAX_N = 128
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256  # each piece of text is searched for all of them
 MAX_REGEX_CHARACTERS = 512  # longer ones can take minutes to compile
-WITH_PATHS = ("messages", "stream_options", "tools")  # errors say where in the field
 SHOWN = 60  # characters of a wrong value in an error
 
 # Fields that do not change the text.
@@ -53,6 +56,7 @@ MAX_TOOLS = 128
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 _Fast = pydantic.FailFast()  # one error of a long list is enough
+_MISSING = object()
 
 
 class _Object(pydantic.BaseModel):
@@ -60,9 +64,11 @@ class _Object(pydantic.BaseModel):
 
 
 class StreamOptions(_Object):
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None  # vLLM's: counts so far in every event
-    include_obfuscation: Literal[False] | None = None
+    include_usage: bool | None = Field(None, description="true or false")
+    continuous_usage_stats: bool | None = Field(  # vLLM's: counts so far in every event
+        None, description="true or false"
+    )
+    include_obfuscation: Literal[False] | None = Field(None, description="false")
 
 
 class JsonSchema(_Object):
@@ -162,20 +168,22 @@ class CompletionBody(_Body):
 
 
 class TextPart(_Object):
-    type: Literal["text"]
-    text: str
+    type: Literal["text"] = Field(description="text")
+    text: str = Field(description="a text")
 
 
 class Function(_Object):
-    name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    name: str = Field(
+        pattern="^[a-zA-Z0-9_-]{1,64}$", description="1 to 64 letters, digits, _ and -"
+    )
+    description: str | None = Field(None, description="a text")
+    parameters: dict[str, Any] | None = Field(None, description="a JSON schema")
+    strict: bool | None = Field(None, description="true or false")
 
 
 class Tool(_Object):
-    type: Literal["function"]
-    function: Function
+    type: Literal["function"] = Field(description="function")
+    function: Function = Field(description='an object such as {"name": "f", "parameters": {...}}')
 
 
 class FunctionName(_Object):
@@ -188,24 +196,36 @@ class NamedTool(_Object):
 
 
 class CalledFunction(_Object):
-    name: str
-    arguments: str
+    name: str = Field(description="a text")
+    arguments: str = Field(description="the JSON text of an object")
 
 
 class ToolCall(_Object):
-    index: int | None = None  # of a chunk of a stream, which clients send back
-    id: str
-    type: Literal["function"]
-    function: CalledFunction
+    index: int | None = Field(  # of a chunk of a stream, which clients send back
+        None, description="a whole number"
+    )
+    id: str = Field(description="a text")
+    type: Literal["function"] = Field(description="function")
+    function: CalledFunction = Field(
+        description='an object such as {"name": "f", "arguments": "{}"}'
+    )
 
 
 class Message(_Object):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], _Fast] | None = None
-    name: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: Annotated[list[ToolCall], _Fast] | None = None
-    tool_call_id: str | None = None
+    role: Literal["system", "developer", "user", "assistant", "tool"] = Field(
+        description="system, developer, user, assistant or tool"
+    )
+    content: str | Annotated[list[TextPart], _Fast] | None = Field(
+        None, description="a text, or a list of parts of type text"
+    )
+    name: str | None = Field(None, description="a text")
+    reasoning_content: str | None = Field(None, description="a text")
+    tool_calls: Annotated[list[ToolCall], _Fast] | None = Field(
+        None,
+        description='a list of calls such as {"id": "1", "type": "function", "function": '
+        '{"name": "f", "arguments": "{}"}}',
+    )
+    tool_call_id: str | None = Field(None, description="a text")
 
     @property
     def text(self) -> str:
@@ -218,15 +238,12 @@ class ChatBody(_Body):
 
     messages: Annotated[list[Message], _Fast] = Field(
         min_length=1,
-        description="a list of messages, each with a role (system, developer, user, "
-        "assistant or tool) and a content (a text, or a list of parts of type text), of assistants "
-        "also tool_calls and reasoning_content, and of tools a tool_call_id",
+        description='a list of messages such as {"role": "user", "content": "Hello"}',
     )
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), _Fast] | None = Field(
         None,
         description=f"a list of at most {MAX_TOOLS} tools such as "
-        '{"type": "function", "function": {"name": "f", "parameters": {...}}}; names have 1 to 64 '
-        "letters, digits, _ and -",
+        '{"type": "function", "function": {"name": "f", "parameters": {...}}}',
     )
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = Field(
         None,
@@ -286,7 +303,7 @@ def _without_neutral(
         elif value is not None and value not in neutral[name]:
             raise ApiError(
                 400,
-                f"{prefix}{name}={_shown(value)} is not supported: "
+                f"{prefix}{name}={shown(value)} is not supported: "
                 f"{REMEDIES.get(name, f'omit {name}')}",
                 param=prefix + name,
                 code="unsupported_parameter",
@@ -294,31 +311,63 @@ def _without_neutral(
     return others
 
 
-def _as_api_error(error: pydantic.ValidationError, kind: Any, value: dict[str, Any]) -> ApiError:
-    """Returns the first error; it names the field, the value and what it must be."""
-    first = error.errors(include_url=False, include_context=False)[0]
-    name, *inner = (str(part) for part in first["loc"])
-    fields = kind.model_fields
-    if name not in fields:
-        hint = did_you_mean(name, fields)
-        return ApiError(
-            400,
-            f"unknown field {_shown(name)}{hint or '; supported are ' + ', '.join(fields)}",
-            param=name[:SHOWN],
-            code="unknown_parameter",
-        )
-    description = fields[name].description
-    if first["type"] == "extra_forbidden":
-        where = "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in inner)
-        message = f"unknown field {_shown(name + where)}: omit it"
-        return ApiError(400, message, param=name, code="unknown_parameter")
-    if first["type"] == "missing" and not inner:
-        return ApiError(400, f"{name} is missing: it must be {description}", param=name)
-    where = f" (at {'.'.join(inner)})" if name in WITH_PATHS and inner else ""
-    message = f"{name}={_shown(value[name])}{where}: it must be {description}"
-    return ApiError(400, message, param=name)
+class _Step(NamedTuple):
+    """A field on the way to an error.
+
+    Attributes:
+      path: such as messages[0].name.
+      name: of the field.
+      value: what it is; _MISSING without one.
+      known: the fields that there are beside it, and itself unless it is unknown.
+    """
+
+    path: str
+    name: str
+    value: Any
+    known: Mapping[str, FieldInfo]
 
 
-def _shown(value: Any) -> str:
+def _as_api_error(error: pydantic.ValidationError, kind: Any, body: dict[str, Any]) -> ApiError:
+    """Returns the error of the innermost field, of several the first one."""
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    steps = max((_steps(each["loc"], kind, body) for each in errors), key=len)
+    (path, name, value, known), param = steps[-1], steps[0].name[:SHOWN]
+    if name not in known:
+        hint = did_you_mean(name, known) or f"; supported are {', '.join(known)}"
+        message = f"unknown field {shown(path)}{hint}"
+        return ApiError(400, message, param=param, code="unknown_parameter")
+    wrong = f"{path} is missing" if value is _MISSING else f"{path}={shown(value)}"
+    return ApiError(400, f"{wrong}: it must be {known[name].description}", param=param)
+
+
+def _steps(location: Sequence[str | int], kind: Any, value: Any) -> list[_Step]:
+    """Returns the fields on the way to the location of an error that have a description.
+
+    A location also has the names of the types of a union, which are no fields.
+    """
+    steps, path, known = list[_Step](), "", _fields_of(kind)
+    for part in location:
+        if isinstance(part, int):
+            path, value = f"{path}[{part}]", value[part]
+        elif isinstance(value, dict) and (part in known or part in value):
+            path, value = f"{path}.{part}" if path else part, value.get(part, _MISSING)
+            field = known.get(part)
+            if field is None or field.description:
+                steps.append(_Step(path, part, value, known))
+            if not (known := {} if field is None else _fields_of(field.annotation)):
+                break
+    return steps
+
+
+def _fields_of(kind: Any) -> dict[str, FieldInfo]:
+    """Returns the fields of the objects that a type allows, by their names in bodies."""
+    if isinstance(kind, type) and issubclass(kind, _Object):
+        return {field.alias or name: field for name, field in kind.model_fields.items()}
+    inner = map(_fields_of, typing.get_args(kind))
+    return {name: field for fields in inner for name, field in fields.items()}
+
+
+def shown(value: Any) -> str:
+    """Returns a wrong value for an error, cut if it is long."""
     text = repr(value)
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."

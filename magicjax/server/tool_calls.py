@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from pydantic_core import from_json
 
 from magicjax.grammars import json_schema
-from magicjax.server.bodies import ChatBody, Function, Message, NamedTool
+from magicjax.server.bodies import ChatBody, Function, Message, NamedTool, shown
 from magicjax.server.errors import ApiError
 
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -395,7 +395,10 @@ def _is_special(tokenizer: Any, text: str) -> bool:
 def _parsed(arguments: str, where: str) -> dict[str, Any]:
     parsed = _json(arguments or "{}")
     if not isinstance(parsed, dict):
-        _refuse(f"{where}.function.arguments must be the JSON text of an object", "messages")
+        _refuse(
+            f"{where}.function.arguments={shown(arguments)}: it must be the JSON text of an object",
+            "messages",
+        )
     return parsed
 
 

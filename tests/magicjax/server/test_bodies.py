@@ -143,17 +143,7 @@ def test_wrong_completions_are_refused_by_name(field, value, text):
     ("fields", "text"),
     [
         (dict(messages=[]), "messages=[]: it must be a list of messages"),
-        (dict(messages=[{"role": "bot", "content": "x"}]), "(at 0.role): it must be"),
         (dict(messages=[{"role": "tool", "content": "x"}]), "messages[0].tool_call_id=None: it"),
-        (
-            dict(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]),
-            "parts of type text",
-        ),
-        (
-            dict(messages=[{"role": "user", "content": "x", "nom": "me"}]),
-            "unknown field 'messages[0].nom': omit it",
-        ),
-        (dict(tools=[{"type": "function"}]), "tools=[{'type': 'function'}] (at 0.function): it"),
         (dict(top_logprobs=2), "top_logprobs requires logprobs=true"),
         (dict(logprobs=True, top_logprobs=4), "top_logprobs=4: the server returns at most 3"),
         (dict(max_completion_tokens=2), "max_tokens=1 and max_completion_tokens=2 differ"),
@@ -164,6 +154,78 @@ def test_wrong_chats_are_refused_by_name(fields, text):
     error = refused("chat/completions", **fields)
     assert text in error.message
     assert error.param.partition("[")[0] in {*fields, "max_tokens"}
+
+
+USER = {"role": "user", "content": "x"}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def called(**fields) -> list[dict]:
+    """Returns messages with a call."""
+    return [USER, {"role": "assistant", "tool_calls": [CALL, CALL | fields]}]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("messages", ["x"], "messages=['x']: it must be a list of messages such as"),
+        ("messages", [{"content": "x"}], "messages[0].role is missing: it must be system, dev"),
+        ("messages", [USER, USER | {"role": "bot"}], "messages[1].role='bot': it must be system, "),
+        ("messages", [USER | {"name": 4}], "messages[0].name=4: it must be a text"),
+        ("messages", [USER | {"reasoning_content": []}], "messages[0].reasoning_content=[]: it"),
+        ("messages", [USER | {"content": 5}], "messages[0].content=5: it must be a text, or a"),
+        (
+            "messages",
+            [USER | {"content": [{"type": "text", "text": "x"}, {"type": "image_url"}]}],
+            "messages[0].content[1].type='image_url': it must be text",
+        ),
+        (
+            "messages",
+            [USER | {"content": [{"type": "text"}]}],
+            "messages[0].content[0].text is missing: it must be a text",
+        ),
+        (
+            "messages",
+            [USER | {"content": [{"type": "text", "text": "x", "cache": 1}]}],
+            "unknown field 'messages[0].content[0].cache'; supported are type, text",
+        ),
+        (
+            "messages",
+            [USER | {"nom": "me"}],
+            "unknown field 'messages[0].nom'; supported are role",
+        ),
+        ("messages", [USER | {"nam": "me"}], "'messages[0].nam'; did you mean 'name'?"),
+        ("messages", called(id=None), "messages[1].tool_calls[1].id=None: it must be a text"),
+        ("messages", called(type="f"), "messages[1].tool_calls[1].type='f': it must be function"),
+        (
+            "messages",
+            called(function={"name": "f"}),
+            "messages[1].tool_calls[1].function.arguments is missing: it must be the JSON text of",
+        ),
+        (
+            "messages",
+            called(function={"name": 1, "arguments": "{}"}),
+            "messages[1].tool_calls[1].function.name=1: it must be a text",
+        ),
+        (
+            "messages",
+            called(function={"name": "f", "arguments": "x"}),
+            "messages[1].tool_calls[1].function.arguments='x': it must be the JSON text of an obj",
+        ),
+        ("tools", [{"type": "function"}], "tools[0].function is missing: it must be an object"),
+        (
+            "tools",
+            [{"type": "function", "function": {"name": "a b"}}],
+            "tools[0].function.name='a b': it must be 1 to 64 letters",
+        ),
+        ("tool_choice", {"type": "function"}, "tool_choice={'type': 'function'}: it must be auto"),
+        ("stream_options", {"include_usage": 1}, "stream_options.include_usage=1: it must be true"),
+        ("response_format", {"type": "text", "types": 1}, "'response_format.types'; did you mean"),
+    ],
+)
+def test_wrong_values_within_a_field_are_refused_by_their_path(field, value, text):
+    error = refused("chat/completions", **{field: value})
+    assert text in error.message and error.param == field
 
 
 def test_texts_that_cannot_fit_are_refused_before_they_are_tokenized():
