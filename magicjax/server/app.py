@@ -22,7 +22,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from magicjax.engine.handle import Result
+from magicjax.engine.handle import NewTokens, Result
 from magicjax.server import protocol, responses
 from magicjax.server.errors import ApiError, server_error
 from magicjax.server.metrics import Metrics
@@ -39,7 +39,7 @@ PAGE_POLICY = (
 )
 GRAMMAR_THREADS = 2
 WITH_GRAMMARS = (b'"response_format"', b'"tools"')  # fields of a body
-NO_TOKENS = np.zeros(0, np.int32)
+NOTHING = NewTokens(np.zeros(0, np.int32), "", None)
 
 Parse = Callable[[bytes, Served], Generation]
 Handler = Callable[[Request], Awaitable[Response]]
@@ -257,7 +257,7 @@ async def _chunks(job: Job, texts: responses.TokenTexts) -> AsyncIterator[str]:
     envelope = responses.envelope(generation)
     if generation.include_usage:
         envelope["usage"] = None
-    made = responses.Texts(generation.chat, texts, generation.tools)
+    made = responses.Texts(generation.chat, generation.stream, texts, generation.tools)
     if generation.chat:
         for index in range(job.num_choices):
             delta = {"role": "assistant", "content": ""}
@@ -277,12 +277,11 @@ async def _chunks(job: Job, texts: responses.TokenTexts) -> AsyncIterator[str]:
                 )
             if isinstance(value, Result):
                 results[index] = value
-                reason = value.finish_reason
-                choices = made.choices(index, "", NO_TOKENS, None, reason, stream=True)
+                choices = made.choices(index, NOTHING, value.finish_reason)
             elif value.text or value.reasoning or value.logprobs is not None:
-                logprobs = value.logprobs if len(value.tokens) else None
-                piece = value.text or "", value.tokens, logprobs, None
-                choices = made.choices(index, *piece, stream=True, reasoning=value.reasoning)
+                if not len(value.tokens):  # the rest of the text
+                    value = dataclasses.replace(value, logprobs=None)
+                choices = made.choices(index, value, None)
             else:
                 continue
             for choice in choices:

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Int
 
 from magicjax.decoding.text_stream import bytes_of
-from magicjax.engine.handle import Result
+from magicjax.engine.handle import NewTokens, Result
 from magicjax.server.protocol import Generation, Served
 from magicjax.server.tool_calls import CallParser, Tools, message
 from magicjax.verification.logprobs import LogProbs
@@ -64,6 +63,7 @@ class Texts:
 
     Attributes:
       chat: whether it is an answer of /v1/chat/completions.
+      stream: whether chunks are made.
       token_texts: of the model.
       tools: that the texts may call; None: all text is content.
       offsets: characters of each choice so far.
@@ -72,78 +72,58 @@ class Texts:
     """
 
     chat: bool
+    stream: bool
     token_texts: TokenTexts
     tools: Tools | None = None
     offsets: dict[int, int] = dataclasses.field(default_factory=dict)
     decoders: dict[int, Any] = dataclasses.field(default_factory=dict)
     parsers: dict[int, CallParser] = dataclasses.field(default_factory=dict)
 
-    def choices(
-        self,
-        index: int,
-        text: str,
-        tokens: Int[np.ndarray, "T"],
-        logprobs: LogProbs | None,
-        reason: str | None,
-        stream: bool,
-        reasoning: str = "",
-    ) -> list[dict[str, Any]]:
+    def choices(self, index: int, new: NewTokens, reason: str | None) -> list[dict[str, Any]]:
         """Returns the choice of an answer, or those of the next chunks of a stream.
 
-        A chunk has content or a piece of one call. `reason` is None while the choice continues.
+        A chunk has content or a piece of one call.
+
+        Args:
+          index: of the choice.
+          new: all of its text, or the next piece.
+          reason: why the text has ended; None while it continues.
         """
-        made = self._choices(index, text, tokens, logprobs, reason, stream)
-        if reasoning:
-            made = made or [self._choice(index, "", tokens, logprobs, None, stream)]
-            owner = made[0] if not self.chat else made[0]["delta" if stream else "message"]
-            owner["reasoning_content"] = reasoning
+        made = self._choices(index, new, reason)
+        if new.reasoning:
+            made = made or [self._choice(index, dataclasses.replace(new, text=""), None)]
+            owner = made[0] if not self.chat else made[0]["delta" if self.stream else "message"]
+            owner["reasoning_content"] = new.reasoning
         return made
 
-    def _choices(
-        self,
-        index: int,
-        text: str,
-        tokens: Int[np.ndarray, "T"],
-        logprobs: LogProbs | None,
-        reason: str | None,
-        stream: bool,
-    ) -> list[dict[str, Any]]:
+    def _choices(self, index: int, new: NewTokens, reason: str | None) -> list[dict[str, Any]]:
         if self.tools is None:
-            return [self._choice(index, text, tokens, logprobs, reason, stream)]
-        new = CallParser(self.tools.format, self.tools.parallel)
-        parser = self.parsers.setdefault(index, new)
-        deltas = parser.push(text)
+            return [self._choice(index, new, reason)]
+        parser = self.parsers.setdefault(index, CallParser(self.tools.format, self.tools.parallel))
+        deltas = parser.push(new.text or "")
         if reason is not None:
             deltas += parser.finish(complete=reason != "length")
-        choice = self._choice(index, "", tokens, logprobs, reason, stream)
+        choice = self._choice(index, dataclasses.replace(new, text=""), reason)
         if choice["finish_reason"] == "stop" and parser.num_calls and not parser.open:
             choice["finish_reason"] = "tool_calls"
-        if not stream:
+        if not self.stream:
             return [choice | {"message": message(deltas)}]
         if not deltas:
-            return [choice] if reason or logprobs is not None else []
+            return [choice] if reason or new.logprobs is not None else []
         found = [choice | dict(delta=x, logprobs=None, finish_reason=None) for x in deltas]
         found[0]["logprobs"] = choice["logprobs"]
         found[-1]["finish_reason"] = choice["finish_reason"]
         return found
 
-    def _choice(
-        self,
-        index: int,
-        text: str,
-        tokens: Int[np.ndarray, "T"],
-        logprobs: LogProbs | None,
-        reason: str | None,
-        stream: bool,
-    ) -> dict[str, Any]:
-        finish_reason = None if reason is None else FINISH_REASONS[reason]
+    def _choice(self, index: int, new: NewTokens, reason: str | None) -> dict[str, Any]:
+        text, finish_reason = new.text or "", None if reason is None else FINISH_REASONS[reason]
         shared: dict[str, Any] = dict(index=index, logprobs=None, finish_reason=finish_reason)
-        if logprobs is not None:
+        if new.logprobs is not None:
             shape = self._chat_logprobs if self.chat else self._completion_logprobs
-            shared["logprobs"] = shape(index, tokens.tolist(), logprobs)
+            shared["logprobs"] = shape(index, new.tokens.tolist(), new.logprobs)
         if not self.chat:
             return shared | {"text": text}
-        if not stream:
+        if not self.stream:
             return shared | {"message": {"role": "assistant", "content": text}}
         return shared | {"delta": {"content": text} if text else {}}
 
@@ -157,7 +137,7 @@ class Texts:
                 lambda first, x: np.concatenate([first, x]), LogProbs(*none), logprobs
             )
         text = generation.echo[index // generation.n]
-        choice = self._choice(index, text, prompt, logprobs, None, stream=False)
+        choice = self._choice(index, NewTokens(prompt, text, logprobs), None)
         if logprobs is not None:
             for name in ("token_logprobs", "top_logprobs"):
                 choice["logprobs"][name][0] = None
@@ -240,15 +220,15 @@ def usage(results: Sequence[Result], n: int, echo_only: bool = False) -> dict[st
 
 def answer(generation: Generation, texts: TokenTexts, results: Sequence[Result]) -> dict[str, Any]:
     """Returns the answer to a request without a stream."""
-    made = Texts(generation.chat, texts, generation.tools)
+    made = Texts(generation.chat, generation.stream, texts, generation.tools)
     choices = []
     for index, r in enumerate(results):
         before = None if generation.echo is None else made.echo(index, generation, r)
         if before is not None and generation.echo_only:
             choices.append(before | {"finish_reason": "length"})
             continue
-        result = r.text or "", r.tokens, r.logprobs, r.finish_reason
-        for choice in made.choices(index, *result, stream=False, reasoning=r.reasoning):
+        new = NewTokens(r.tokens, r.text, r.logprobs, r.reasoning)
+        for choice in made.choices(index, new, r.finish_reason):
             choices.append(choice if before is None else _joined(before, choice))
     counts = usage(results, generation.n, generation.echo_only)
     return envelope(generation) | {"choices": choices, "usage": counts}

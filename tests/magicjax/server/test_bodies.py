@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from magicjax import EngineConfig, SamplingParams
+from magicjax.engine.handle import NewTokens
 from magicjax.server import bodies, protocol, responses, tool_calls
 from magicjax.server.errors import ApiError
 from magicjax.server.protocol import Generation, Served
@@ -316,11 +317,11 @@ def test_calls_that_a_client_joined_from_chunks_can_be_sent_back():
 
 
 def test_reasoning_is_apart_from_the_answer():
-    made = responses.Texts(chat=True, token_texts=str)
-    piece = "Hello!", np.zeros(1, np.int32), None
-    (choice,) = made.choices(0, *piece, "eos", stream=False, reasoning="Hm.")
+    new = NewTokens(np.zeros(1, np.int32), "Hello!", None, "Hm.")
+    answer = responses.Texts(chat=True, stream=False, token_texts=str)
+    (choice,) = answer.choices(0, new, "eos")
     assert choice["message"] == dict(role="assistant", content="Hello!", reasoning_content="Hm.")
-    (chunk,) = made.choices(0, *piece, None, stream=True, reasoning="Hm.")
+    (chunk,) = dataclasses.replace(answer, stream=True).choices(0, new, None)
     assert chunk["delta"] == dict(content="Hello!", reasoning_content="Hm.")
 
 

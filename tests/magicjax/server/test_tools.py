@@ -6,6 +6,7 @@ import json
 import re
 
 import jsonschema
+import numpy as np
 import openai
 import pytest
 import transformers
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 import magicjax
 import models
 from magicjax.cli.serve import TOOL_FORMATS
+from magicjax.engine.handle import NewTokens
 from magicjax.grammars.arena import automaton_of
 from magicjax.grammars.grammar import Grammar, byte_automaton
 from magicjax.server import bodies, protocol, tool_calls
@@ -313,8 +315,9 @@ def test_a_cut_call_has_no_reason_tool_calls():
     tools = Tools(HERMES, [], [], required=False, parallel=True)
 
     def reason(text, why):
-        made = Texts(chat=True, token_texts=str, tools=tools)
-        return made.choices(0, text, [], None, why, stream=False)[0]["finish_reason"]
+        made = Texts(chat=True, stream=False, token_texts=str, tools=tools)
+        new = NewTokens(np.zeros(0, np.int32), text, None)
+        return made.choices(0, new, why)[0]["finish_reason"]
 
     whole = f"<tool_call>{G}</tool_call>"
     assert reason(whole, "eos") == "tool_calls" and reason(whole, "length") == "length"
