@@ -44,7 +44,8 @@ class SamplingParams:
         the begin of a text and after a space, is excluded where it would complete them.
       seed: of the random numbers, 0 to 2**32 - 1; the same seed gives the same text. Like top_k,
         top_p and min_p, it changes nothing in greedy decoding.
-      max_tokens: the most new tokens; None for as many as fit.
+      max_tokens: the most new tokens; None for as many as fit; 0 in an engine for none, with
+        `prompt_logprobs`.
       min_tokens: new tokens before EOS and `stop_token_ids` are allowed; stop strings end the text
         even before.
       ignore_eos: EOS does not end the text.
@@ -103,10 +104,10 @@ class SamplingParams:
         check_real("min_p", self.min_p, "0 for all tokens")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p={self.min_p}: it must be from 0, for all tokens, to 1")
+        if self.max_tokens is not None:
+            check_whole("max_tokens", self.max_tokens, 0, hint="None for as many as fit")
         self._check_processors()
         check_whole("seed", self.seed, 0, MAX_SEED, "the default is 0")
-        if self.max_tokens is not None:
-            check_whole("max_tokens", self.max_tokens, 1, hint="None for as many as fit")
         for field in ("logprobs", "prompt_logprobs"):
             if (count := getattr(self, field)) is not None:
                 check_whole(field, count, 0, MAX_ALTERNATIVES)

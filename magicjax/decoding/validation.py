@@ -170,6 +170,10 @@ def checked_limits(
     positions = target.config.max_positions
     limits = np.zeros(len(rows), np.int64)
     for i, (row, each) in enumerate(zip(rows, params, strict=True)):
+        if each.max_tokens == 0:
+            raise ValueError(
+                "max_tokens=0: it must be at least 1; only a request of magicjax.Engine can have 0"
+            )
         limits[i] = positions - len(row) if each.max_tokens is None else each.max_tokens
         if limits[i] < 1:
             raise ValueError(

@@ -394,6 +394,7 @@ class Engine:
         self._store(Prefix(handle.request.prompt, row.cache, row.drafter))
         ended, first, logprobs = global_arrays.fetch((row.ended, row.pending, row.logprobs))
         self._ended[slot] = ended[0]
+        first = first[: handle.request.max_tokens]  # none, if the prompt alone is evaluated
         self._deliver(handle, first, logprobs and logprobs[0], ended[0])
 
     def _would_disable(self, handle: Handle) -> bool:
@@ -414,7 +415,7 @@ class Engine:
         handle.emitted = len(tokens)
         stopped = handle.deliver(tokens[new], logprobs and logprobs[new], time.monotonic())
         if stopped or ended:
-            last, params = tokens[-1], handle.request.params
+            last, params = tokens[-1] if len(tokens) else None, handle.request.params
             stopped |= last in params.stop_token_ids
             is_eos = last in self._eos and not params.ignore_eos
             self._end(handle, "stop" if stopped else "eos" if is_eos else "length")

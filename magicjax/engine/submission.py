@@ -78,7 +78,7 @@ def _check_bad_words(target: Model, params: SamplingParams) -> None:
 def _limit(templates: Templates, length: int, limit: int | None) -> int:
     """Returns the limit of new tokens of a prompt of `length` tokens."""
     capacity = templates.capacity
-    if length >= capacity:
+    if length > capacity or (length == capacity and limit != 0):
         raise ValueError(
             f"the prompt has {length} tokens, and capacity={capacity} leaves no room for new "
             "ones: shorten the prompt, or create the engine with a larger capacity"

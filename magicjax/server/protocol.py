@@ -76,7 +76,6 @@ class Generation:
       include_usage: whether a stream ends with the counts of tokens.
       continuous_usage: whether every event of the stream has the counts so far.
       echo: of each prompt, the text before the answer; None: none.
-      echo_only: whether the answer is the prompt alone; the engine's one token is dropped.
       fields: the body's fields for parameters of other names.
       tools: that the texts may call; None: all text is content.
     """
@@ -90,7 +89,6 @@ class Generation:
     include_usage: bool
     continuous_usage: bool
     echo: list[str] | None
-    echo_only: bool
     fields: Mapping[str, str]
     tools: Tools | None = None
 
@@ -122,25 +120,21 @@ def parse_completion(data: bytes, served: Served) -> Generation:
         raise ApiError(400, "max_tokens=0 requires echo=true", param="max_tokens")
     if limit is None:  # the client's choice can be refused, the default cannot
         room = served.capacity - max(map(len, prompts))
-        limit = min(COMPLETION_TOKENS, served.config.max_tokens, room)
-    limit = max(1, limit)
+        limit = max(1, min(COMPLETION_TOKENS, served.config.max_tokens, room))
     params = _params(body, served, {}, limit, body.logprobs, body.logprobs if body.echo else None)
     generation = _generation(body, served, prompts, n, params, {})
     if not body.echo:
         return generation
     if body.stream:
         raise ApiError(400, "echo=true with stream=true is not supported: omit one", param="echo")
-    alone = body.max_tokens == 0
-    texts = [one if isinstance(one, str) else _text(served, one, alone) for one in prompt]
-    return dataclasses.replace(generation, echo=texts, echo_only=alone)
+    texts = [one if isinstance(one, str) else _text(served, one) for one in prompt]
+    return dataclasses.replace(generation, echo=texts)
 
 
-def _text(served: Served, tokens: Sequence[int], complete: bool) -> str:
-    """Returns the text of a prompt; unless `complete`, the answer has its incomplete character."""
+def _text(served: Served, tokens: Sequence[int]) -> str:
+    """Returns the text of a prompt; the answer begins with its incomplete character."""
     text = TextStream(served.target.tokenizer, channels=False)
     text.push(tokens)
-    if complete:
-        text.finish()
     return text.text
 
 
@@ -213,7 +207,6 @@ def _generation(
         include_usage=bool(stream_options.include_usage),
         continuous_usage=bool(stream_options.continuous_usage_stats),
         echo=None,
-        echo_only=False,
         fields=fields,
     )
 

@@ -195,7 +195,7 @@ def envelope(generation: Generation) -> dict[str, Any]:
     return dict(id=identifier, object=kind, created=int(time.time()), model=model)
 
 
-def usage(results: Sequence[Result], n: int, echo_only: bool = False) -> dict[str, Any]:
+def usage(results: Sequence[Result], n: int) -> dict[str, Any]:
     """Returns the counts of tokens of an answer; the prompt of n samples counts once.
 
     Accepted tokens are those of the answer without one for prefill and one for each round. So
@@ -203,7 +203,7 @@ def usage(results: Sequence[Result], n: int, echo_only: bool = False) -> dict[st
     """
     stats = [result.stats for result in results]
     prompt = sum(one.prompt_tokens for one in stats[::n])
-    new = 0 if echo_only else sum(one.new_tokens for one in stats)
+    new = sum(one.new_tokens for one in stats)
     accepted = sum(max(0, one.new_tokens - 1 - one.rounds) for one in stats)
     details = dict(
         accepted_prediction_tokens=accepted,
@@ -224,13 +224,10 @@ def answer(generation: Generation, texts: TokenTexts, results: Sequence[Result])
     choices = []
     for index, r in enumerate(results):
         before = None if generation.echo is None else made.echo(index, generation, r)
-        if before is not None and generation.echo_only:
-            choices.append(before | {"finish_reason": "length"})
-            continue
         new = NewTokens(r.tokens, r.text, r.logprobs, r.reasoning)
         for choice in made.choices(index, new, r.finish_reason):
             choices.append(choice if before is None else _joined(before, choice))
-    counts = usage(results, generation.n, generation.echo_only)
+    counts = usage(results, generation.n)
     return envelope(generation) | {"choices": choices, "usage": counts}
 
 

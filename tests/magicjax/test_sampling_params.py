@@ -28,7 +28,7 @@ def test_stop_strings_become_a_tuple_and_numpy_numbers_are_numbers():
         ("top_k", -1, "top_k=-1: it must be at least 0"),
         ("top_p", 0, "top_p=0: it must be above 0 and at most 1"),
         ("seed", 2**32, "seed=4294967296: it must be at most 4294967295"),
-        ("max_tokens", 0, "max_tokens=0: it must be at least 1"),
+        ("max_tokens", -1, "max_tokens=-1: it must be at least 0; None for as many as fit"),
         ("stop", 3, "stop=3: it must be a string, or a list of strings"),
         ("stop", "", "a string must have at least 1 character"),
         ("grammar", "[a-z]+", "grammar has type str: pass a magicjax.Grammar"),

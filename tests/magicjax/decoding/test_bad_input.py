@@ -155,6 +155,11 @@ REFUSED = {
         "prompt 1 has 512 tokens, and the 512 positions of the target leave no room for new ones: "
         "shorten the prompt to at most 511 tokens",
     ),
+    "no new tokens": (
+        dict(params=magicjax.SamplingParams(max_tokens=0)),
+        ValueError,
+        "max_tokens=0: it must be at least 1; only a request of magicjax.Engine can have 0",
+    ),
     "eos outside": (
         dict(eos_token_id=[3, 48]),
         ValueError,

@@ -74,6 +74,23 @@ def test_a_stop_string_ends_them_with_the_tokens(directory):
     )
 
 
+@pytest.mark.parametrize("name", quick(("plain", "streaming", "suffix"), "streaming"))
+def test_a_prompt_without_new_tokens_may_fill_the_capacity(name):
+    engine, rng = engines.engine(name, logprobs=4), np.random.default_rng(2)
+    longest = rng.integers(0, tiny.VOCAB, engines.CAPACITY).astype(np.int32)
+    alone = SamplingParams(max_tokens=0, logprobs=1, prompt_logprobs=4)
+    other = engine.submit(engines.prompts()[0])
+    for prompt in (longest, longest[:7], longest):  # the last one finds a stored prefix
+        result = engine.submit(prompt, alone).result()
+        check_prompt(tiny.model(), prompt, result.prompt_logprobs, 4)
+        assert len(result.tokens) == len(result.logprobs.chosen) == result.stats.new_tokens == 0
+        assert result.finish_reason == "length" and result.stats.ttft_s is None
+    np.testing.assert_array_equal(other.result().tokens, engines.expected(0))
+    assert engine.stats.prefix_hits
+    with pytest.raises(ValueError, match=f"has {len(longest) + 1} tokens, and capacity="):
+        engine.submit(np.append(longest, 1), alone)
+
+
 def test_a_request_without_tokens_has_no_log_probabilities():
     handle = engines.engine(logprobs=2).submit([1, 2], SamplingParams(logprobs=2, max_tokens=4))
     handle.cancel()

@@ -184,7 +184,7 @@ def test_log_probabilities_are_those_of_generate(target, client):
     assert [o for c in chunks if c.logprobs for o in c.logprobs.text_offset] == found.text_offset
 
 
-def test_a_prompt_is_echoed_with_its_log_probabilities(target, client):
+def test_a_prompt_is_echoed_with_its_log_probabilities(target, server, client):
     tokens = target.tokenizer(PROMPTS[0])["input_ids"]
     alone = completion(client, PROMPTS[0], logprobs=2).choices[0]
     for prompt, text in ((PROMPTS[0], PROMPTS[0]), (tokens, target.tokenizer.decode(tokens))):
@@ -206,6 +206,15 @@ def test_a_prompt_is_echoed_with_its_log_probabilities(target, client):
     (choice,) = only.choices
     assert choice.text == target.tokenizer.decode(tokens) and choice.finish_reason == "length"
     assert len(choice.logprobs.tokens) == len(tokens) and only.usage.completion_tokens == 0
+    incomplete = target.tokenizer("⌘")["input_ids"][:1]
+    (choice,) = completion(client, tokens + incomplete, echo=True, max_tokens=0).choices
+    assert choice.text == f"{PROMPTS[0]}\N{REPLACEMENT CHARACTER}"
+    capacity = server.engine.config.capacity
+    full = completion(client, [5] * capacity, logprobs=0, echo=True, max_tokens=0)
+    assert len(full.choices[0].logprobs.tokens) == full.usage.total_tokens == capacity
+    for size, limit in ((capacity, 1), (capacity, None), (capacity + 1, 0)):
+        with pytest.raises(openai.BadRequestError, match=f"the prompt has {size} tokens"):
+            completion(client, [5] * size, echo=True, max_tokens=limit)
     with pytest.raises(openai.BadRequestError, match="echo=true with stream=true"):
         completion(client, PROMPTS[0], echo=True, stream=True)
 
@@ -255,7 +264,8 @@ def test_the_access_log_has_a_line_for_each_request(server, client):
         prompt_tokens = completion(client, PROMPTS).usage.prompt_tokens
         [*chat(client, stream=True)]
         httpx.get(f"{server.url}/v1/a%0Ab?secret=1")
-        until(lambda: len(records) == 3)
+        completion(client, PROMPTS, echo=True, max_tokens=0)
+        until(lambda: len(records) == 4)
     finally:
         logger.removeHandler(handler)
     lines = [record.getMessage() for record in records]
@@ -265,6 +275,8 @@ def test_the_access_log_has_a_line_for_each_request(server, client):
     assert re.match(rf"127.0.0.1 POST /v1/chat/completions 200 {times} prompt_tokens=", lines[1])
     assert lines[1].endswith(f"new_tokens={NEW}")
     assert re.fullmatch(r"127.0.0.1 GET /v1/a%0Ab 404 total_s=\d+\.\d{3}", lines[2])
+    tokens = f"prompt_tokens={prompt_tokens} new_tokens=0"
+    assert re.fullmatch(rf"\S+ POST /v1/completions 200 total_s=\d+\.\d{{3}} {tokens}", lines[3])
 
 
 def test_health_status_page_and_metrics(server, client):
