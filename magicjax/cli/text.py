@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from magicjax.decoding.text_stream import TextStream
+from magicjax.decoding.text_stream import TextStream, token_texts
 from magicjax.loading import check_tokenizer, config_of, load_tokenizer, skeleton, stored_dtype
 from magicjax.model import Model
 from magicjax.verification.logprobs import LogProbs
@@ -88,10 +88,15 @@ def print_stream(
 
 
 def log_prob_lines(tokenizer: Any, tokens: Int[np.ndarray, "T"], logprobs: LogProbs) -> str:
-    """Returns a line per token: its log-probability and text, then those of the alternatives."""
+    """Returns a line per token: its log-probability and text, then those of the alternatives.
+
+    A token that is part of a character is shown by its bytes.
+    """
+    texts = token_texts(tokenizer)
 
     def described(log: float, token: int) -> str:
-        return f"{log:8.3f} {tokenizer.decode([token])!r}"
+        name, encoded = texts(int(token))
+        return f"{log:8.3f} {encoded if encoded and name.encode() != encoded else name!r}"
 
     alternatives = zip(logprobs.top, logprobs.top_tokens, strict=True)
     lines = [

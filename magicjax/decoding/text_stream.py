@@ -1,11 +1,11 @@
-"""The text of a row while its tokens arrive, cut before the first stop string."""
+"""The text of a row while its tokens arrive, cut before the first stop string, and of one token."""
 
 import codecs
 import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from magicjax.grammars.vocabulary import (
     byte_of_fallback,
@@ -192,9 +192,41 @@ class _TokenReader:
         return [*itertools.islice(visible, CHARACTER_BYTES)][::-1]
 
 
-def bytes_of(tokenizer: Any, token: int) -> bytes | None:
-    """Returns the UTF-8 of a token in a text, b"" for none; None if the token before matters."""
-    return _reader(tokenizer).own_bytes(token)
+class TokenText(NamedTuple):
+    r"""A token within a text.
+
+    Attributes:
+      name: its text; of a part of a character its bytes, as OpenAI writes them: "bytes:\xe4\xbd".
+      encoded: its UTF-8 in the text; special tokens have none.
+    """
+
+    name: str
+    encoded: bytes
+
+
+TokenTexts = Callable[[int], TokenText]
+
+
+def token_texts(tokenizer: Any) -> TokenTexts:
+    """Returns the function from a token to its text."""
+    own_bytes = _reader(tokenizer).own_bytes
+
+    @functools.lru_cache(maxsize=2**16)
+    def text(token: int) -> TokenText:
+        encoded = own_bytes(token)
+        if encoded:
+            try:
+                return TokenText(encoded.decode(), encoded)
+            except UnicodeDecodeError:
+                return TokenText("bytes:" + "".join(f"\\x{x:02x}" for x in encoded), encoded)
+        # A tokenizer may drop the space before the first token of a text.
+        one, two = (
+            tokenizer.decode([token] * n, clean_up_tokenization_spaces=False) for n in (1, 2)
+        )
+        name = two[len(one) :] if two.startswith(one) else one
+        return TokenText(name, name.encode() if encoded is None else b"")
+
+    return text
 
 
 @functools.lru_cache(maxsize=4)

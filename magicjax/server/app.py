@@ -22,6 +22,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from magicjax.decoding.text_stream import TokenTexts, token_texts
 from magicjax.engine.handle import NewTokens, Result
 from magicjax.server import protocol, responses
 from magicjax.server.errors import ApiError, server_error
@@ -91,7 +92,7 @@ class _Routes:
         self._created = int(time.time())
         tokenizer = served.target.tokenizer
         tokenizer("")  # sets truncation and padding once: from now on threads only read it
-        self._texts = responses.token_texts(tokenizer)
+        self._texts = token_texts(tokenizer)
         self._metrics = Metrics(served.name, worker)
         worker.on_result = self._metrics.count
         page = importlib.resources.files("magicjax.server").joinpath("status.html")
@@ -251,7 +252,7 @@ class _JobStream(_EventStream):
             self._worker.cancel(self._job)
 
 
-async def _chunks(job: Job, texts: responses.TokenTexts) -> AsyncIterator[str]:
+async def _chunks(job: Job, texts: TokenTexts) -> AsyncIterator[str]:
     """Yields the events of a stream of /v1/."""
     generation = job.generation
     envelope = responses.envelope(generation)

@@ -2,16 +2,15 @@
 
 import codecs
 import dataclasses
-import functools
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
-from magicjax.decoding.text_stream import bytes_of
+from magicjax.decoding.text_stream import TokenTexts
 from magicjax.engine.handle import NewTokens, Result
 from magicjax.server.protocol import Generation, Served
 from magicjax.server.tool_calls import CallParser, Tools, message
@@ -19,42 +18,6 @@ from magicjax.verification.logprobs import LogProbs
 
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}  # others are errors
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
-
-
-class TokenText(NamedTuple):
-    r"""A token within a text.
-
-    Attributes:
-      name: its text; of a part of a character its bytes, as OpenAI writes them: "bytes:\xe4\xbd".
-      encoded: its UTF-8 in the text; special tokens have none.
-    """
-
-    name: str
-    encoded: bytes
-
-
-TokenTexts = Callable[[int], TokenText]
-
-
-def token_texts(tokenizer: Any) -> TokenTexts:
-    """Returns the function from a token to its text."""
-
-    @functools.lru_cache(maxsize=2**16)
-    def text(token: int) -> TokenText:
-        encoded = bytes_of(tokenizer, token)
-        if encoded:
-            try:
-                return TokenText(encoded.decode(), encoded)
-            except UnicodeDecodeError:
-                return TokenText("bytes:" + "".join(f"\\x{x:02x}" for x in encoded), encoded)
-        # A tokenizer may drop the space before the first token of a text.
-        one, two = (
-            tokenizer.decode([token] * n, clean_up_tokenization_spaces=False) for n in (1, 2)
-        )
-        name = two[len(one) :] if two.startswith(one) else one
-        return TokenText(name, name.encode() if encoded is None else b"")
-
-    return text
 
 
 @dataclasses.dataclass

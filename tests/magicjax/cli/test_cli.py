@@ -17,9 +17,11 @@ import models
 from magicjax import loading
 from magicjax.cli import main, text
 from magicjax.decoding.text_stream import TextStream
+from magicjax.grammars.vocabulary import bytes_of_byte_level
 from magicjax.parallel import offloading
+from magicjax.verification.logprobs import LogProbs
 from pallas_kernels import choose_backend
-from tests.magicjax import keywords, tiny
+from tests.magicjax import keywords, small_tokenizers, tiny
 from tests.quick import quick
 
 PROMPT = tiny.SOURCE
@@ -96,9 +98,24 @@ def test_log_probabilities_follow_the_text_as_a_table(directory, run):
     assert (code, out) == (0, output.texts[0] + "\n")
     heading, *lines = err.splitlines()[:4]
     assert heading == "log-probabilities:"
-    for line, token, log in zip(lines, output.tokens[0], output.logprobs[0].chosen, strict=True):
-        best = f"{log:8.3f} {target.tokenizer.decode([token])!r}"
+    names = target.tokenizer.convert_ids_to_tokens(output.tokens[0].tolist())
+    for line, name, log in zip(lines, names, output.logprobs[0].chosen, strict=True):
+        encoded = bytes_of_byte_level(name)
+        complete = encoded.decode(errors="ignore").encode() == encoded
+        best = f"{log:8.3f} {encoded.decode() if complete else encoded!r}"
         assert line.startswith(f"{best}  {best}  ")  # greedy: the first alternative is the chosen
+
+
+def test_tokens_are_shown_with_their_spaces_and_bytes():
+    tokenizer = small_tokenizers.make("byte-fallback")
+    names = ["▁", "a", "<s>", "<0xE4>", "<0x41>"]
+    names.append(next(name for name in tokenizer.get_vocab() if re.fullmatch("▁[a-z]+", name)))
+    tokens = np.array(tokenizer.convert_tokens_to_ids(names))
+    none = np.zeros((len(names), 0))
+    log_probs = LogProbs(np.full(len(names), -0.5), none, none.astype(int))
+    _, *lines = text.log_prob_lines(tokenizer, tokens, log_probs).splitlines()
+    shown = ["' '", "'a'", "'<s>'", r"b'\xe4'", "'A'", repr(names[-1].replace("▁", " "))]
+    assert lines == [f"  -0.500 {each}" for each in shown]
 
 
 SAMPLING = {

@@ -11,7 +11,7 @@ import pytest
 
 import magicjax
 from magicjax.decoding.prompts import chat_tokens
-from magicjax.server import responses
+from magicjax.decoding.text_stream import token_texts
 from tests.magicjax import keywords
 from tests.magicjax.server import serving
 from tests.magicjax.server.serving import NAME, NEW, until
@@ -169,7 +169,7 @@ def test_log_probabilities_are_those_of_generate(target, client):
     answer = completion(client, PROMPTS[0], logprobs=2)
     found = answer.choices[0].logprobs
     np.testing.assert_allclose(found.token_logprobs, expected.chosen, atol=1e-4)
-    names = responses.token_texts(target.tokenizer)
+    names = token_texts(target.tokenizer)
     assert found.tokens == [names(int(token)).name for token in tokens]
     for top, logs, tops in zip(found.top_logprobs, expected.top, expected.top_tokens):
         pairs = {names(int(token)).name: log for log, token in zip(logs, tops)}
