@@ -304,9 +304,10 @@ def merge(outputs: Sequence[Any]) -> Any:
         np.array(stats.acceptance_by_rank, ndmin=2) * at_least(stats.histogram)[:-1, None]
         for stats in all_stats
     ]
+    texts = ("texts", "reasoning") if first.texts else ()
     joined = {
         name: [*itertools.chain.from_iterable(getattr(output, name) for output in outputs)]
-        for name in ("sequences", "tokens", "lengths", *(["texts"] if first.texts else []))
+        for name in ("sequences", "tokens", "lengths", *texts)
     }
     arrays = {name: np.array(joined[name]) for name in ("tokens", "lengths")}
     summed = ("rounds", "compilations", "prefill_s", "decode_s", "compile_s")

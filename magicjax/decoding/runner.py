@@ -37,6 +37,8 @@ class Output:
       sequences: per row, prompt and new tokens, int32.
       texts: per row, the new text, which continues that of the prompt: without special tokens and
         the token that ended it, before the stop string. None without a tokenizer.
+      reasoning: per row, the text of channels before the answer's (gpt-oss). None without a
+        tokenizer.
       tokens: int32 [B, M], the new tokens of each row, padded with the pad token to the largest
         limit; after a stop string, up to the one that completed it.
       lengths: int32 [B], the number of new tokens of each row.
@@ -51,6 +53,7 @@ class Output:
 
     sequences: list[Int[np.ndarray, "T"]]
     texts: list[str] | None
+    reasoning: list[str] | None
     tokens: Int[np.ndarray, "B M"]
     lengths: Int[np.ndarray, "B"]
     finish_reasons: list[str]
@@ -356,16 +359,18 @@ def output_of(
         (state.output, state.emitted, state.ended, state.logprobs, counters)
     )
     new = [row[:n] for row, n in zip(output, emitted, strict=True)]
-    tokenizer, streams, texts = request.target.tokenizer, [], None
+    tokenizer, streams, texts, reasoning = request.target.tokenizer, [], None, None
     if getattr(tokenizer, "backend_tokenizer", None) is not None:
         streams = _texts(request)
         for text, row in zip(streams, new, strict=True):
             text.push(row.tolist())
             text.finish()
         texts = [text.text for text in streams]
+        reasoning = [text.reasoning for text in streams]
         new = [row[: len(text.tokens)] for text, row in zip(streams, new, strict=True)]
     elif tokenizer is not None:  # without tokenizer.json
         texts = [tokenizer.decode(row, skip_special_tokens=True) for row in new]
+        reasoning = [""] * len(new)
     lengths = np.array([len(row) for row in new], np.int32)
     if logprobs is not None:
         logprobs = [
@@ -399,6 +404,7 @@ def output_of(
     return Output(
         sequences=[np.concatenate(pair) for pair in zip(request.prompts, new, strict=True)],
         texts=texts,
+        reasoning=reasoning,
         tokens=np.where(inside, output, request.pad_token_id).astype(np.int32),
         lengths=lengths,
         finish_reasons=[

@@ -7,9 +7,15 @@ import tokenizers
 import transformers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
+from magicjax.decoding.text_stream import CHANNEL, MESSAGE, ROLE
+
 TEXT = "The cat's 12 hats: don't end - \"quoted\". Hello world, who are you? (Nobody.) "
 FOREIGN = "été ½ नमस्ते 你好 🙂 "
 UNKNOWN, BEGIN, END, TURN = SPECIAL = ["<unk>", "<s>", "</s>", "<|end|>"]
+# A conversation and its answer in channels, as gpt-oss writes them.
+ASKED = f"{ROLE}user{MESSAGE}hi{TURN}{ROLE}assistant"
+ANALYSIS = f"{CHANNEL}analysis{MESSAGE}A greeting. 你{TURN}"
+ANSWER = f"{ANALYSIS}{ROLE}assistant{CHANNEL}final{MESSAGE}Hello!"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
@@ -89,3 +95,11 @@ def make(kind: str) -> transformers.PreTrainedTokenizerFast:
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=KINDS[kind](), bos_token=BEGIN, eos_token=END, unk_token=UNKNOWN
     )
+
+
+@functools.cache
+def with_channels() -> transformers.PreTrainedTokenizerFast:
+    """Returns a tokenizer with the special tokens of gpt-oss."""
+    backend = KINDS["byte-level"]()
+    backend.add_special_tokens([ROLE, CHANNEL, MESSAGE])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend)

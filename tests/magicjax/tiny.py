@@ -86,6 +86,33 @@ def model(kind: str = "target", dtype: str = "float32") -> magicjax.Model:
     return magicjax.Model(models.build(shape, dtype), put(params, dtype), name=kind)
 
 
+def reciting(text, tokenizer) -> magicjax.Model:
+    """Returns a model whose next token depends on the position only: greedy texts are given.
+
+    After `text[:n]`, or another prompt of n tokens, it generates `text[n:]`, whose last token is
+    EOS.
+    """
+    shape = config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        num_layers=1,
+        positions=models.LearnedPositions(),
+        max_positions=128,
+    )
+    following = np.zeros((shape.vocab_size, shape.hidden_size))
+    following[[*text[1:]], np.arange(len(text) - 1)] = 1
+    zeros = jax.tree.map(np.zeros_like, drawn(shape, 0))["params"]
+    params = zeros | dict(
+        position_embedding=np.eye(shape.max_positions, shape.hidden_size),
+        norm=dict(scale=np.ones(shape.hidden_size)),
+        unembedding=following,
+    )
+    module = models.build(shape)
+    return magicjax.Model(
+        module, put({"params": params}), tokenizer, "reciting", eos_token_ids=(text[-1],)
+    )
+
+
 def put(params, dtype: str = "float32"):
     """Returns parameters on the device, rounded to float32 and to the dtype without compiling."""
 

@@ -1,17 +1,25 @@
 """Text that is decoded token by token, after a prompt, for tokenizers of each kind."""
 
-import functools
-
 import pytest
-import transformers
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers.pre_tokenizers import ByteLevel
 
-from magicjax.decoding.text_stream import CHANNEL, MESSAGE, ROLE, TextStream
+from magicjax.decoding.text_stream import TextStream
 from magicjax.grammars.vocabulary import vocabulary_of
 from tests.magicjax import small_tokenizers
-from tests.magicjax.small_tokenizers import BYTES, FOREIGN, KINDS, TEXT, TURN, make
+from tests.magicjax.small_tokenizers import (
+    ANALYSIS,
+    ANSWER,
+    ASKED,
+    BYTES,
+    FOREIGN,
+    KINDS,
+    TEXT,
+    TURN,
+    make,
+    with_channels,
+)
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 
@@ -136,19 +144,6 @@ def test_the_token_that_ends_a_text_has_none():
     a, b = ids("byte-fallback", "a", "b")
     tokens = [a, *ids("byte-fallback", BYTES[0xF0]), b]
     assert texts("byte-fallback", tokens, ends=[b])[1] == f"a{UNKNOWN}"
-
-
-@functools.cache
-def with_channels() -> transformers.PreTrainedTokenizerFast:
-    """Returns a tokenizer with the special tokens of gpt-oss."""
-    backend = KINDS["byte-level"]()
-    backend.add_special_tokens([ROLE, CHANNEL, MESSAGE])
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
-
-
-ANALYSIS = "<|channel|>analysis<|message|>A greeting. 你<|end|>"
-ANSWER = f"{ANALYSIS}<|start|>assistant<|channel|>final<|message|>Hello!"
-ASKED = "<|start|>user<|message|>hi<|end|><|start|>assistant"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import magicjax
 import models
 from tests.magicjax import keywords, tiny
-from tests.magicjax.small_tokenizers import BYTES, TURN, make
+from tests.magicjax.small_tokenizers import ANSWER, ASKED, BYTES, TURN, make, with_channels
 
 NEW = 12
 PROMPTS = ["Hello", "The cat's 12 hats"]
@@ -83,6 +83,25 @@ def test_the_end_of_a_turn_ends_a_text(target, directory):
     output = keywords.generate(target, PROMPTS, max_tokens=4, logit_bias={end: 1000.0})
     assert output.finish_reasons == ["eos"] * 2 and output.texts == [""] * 2
     np.testing.assert_array_equal(output.lengths, [1, 1])
+
+
+def test_the_text_before_the_final_channel_is_apart(target):
+    tokenizer = with_channels()
+    asked, text, header = (
+        tokenizer(each)["input_ids"]
+        for each in (ASKED, f"{ASKED}{ANSWER}</s>", "<|channel|>analysis<|message|>")
+    )
+    model = tiny.reciting(text, tokenizer)
+    config = magicjax.EngineConfig(slots=1, capacity=128, max_tokens=64)
+    engine = magicjax.Engine(model, **DRAFTED, config=config)
+    for limit, *expected in ((64, "Hello!", "A greeting. 你"), (len(header) + 1, "", "A")):
+        params = magicjax.SamplingParams(max_tokens=limit)
+        output = magicjax.generate(model, [asked], params, **DRAFTED)
+        assert [*output.texts, *output.reasoning] == expected
+        np.testing.assert_array_equal(*tiny.rows_of(output), text[len(asked) :][:limit])
+        result = engine.submit(asked, params).result()
+        assert [result.text, result.reasoning] == expected
+    assert keywords.generate(target, PROMPTS, max_tokens=1).reasoning == ["", ""]
 
 
 def test_stop_strings_can_be_special_tokens(target):
