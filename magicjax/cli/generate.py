@@ -30,6 +30,8 @@ from magicjax.verification.verify import VERIFIERS
 from magicjax.version import version
 from sharding import parse_mesh, processes
 
+FINISH_REASONS = {"eos": "stop (EOS)", "stop": "stop (a stop string or token)"}
+
 
 def add(commands: Any) -> None:
     """Adds the subcommand to those of `magicjax`."""
@@ -314,9 +316,12 @@ def speculation(
 
 
 def report(output: Output) -> str:
-    """Returns the statistics of a run as a few lines of text."""
-    stats = output.stats
-    lines = [f"{output.lengths.sum()} tokens, backend {stats.attention_backend}"]
+    """Returns why the text of a run has ended, and its statistics, as a few lines of text."""
+    stats, (reason,) = output.stats, output.finish_reasons
+    lines = [
+        f"{output.lengths.sum()} tokens, finish_reason {FINISH_REASONS.get(reason, reason)}, "
+        f"backend {stats.attention_backend}"
+    ]
     if stats.rounds:
         lines.append(
             f"decoding {stats.emitted} tokens: {stats.decode_s:.3f} s, "

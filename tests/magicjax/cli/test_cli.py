@@ -41,7 +41,8 @@ def test_it_prints_the_text_and_reports_acceptance(directory, run):
     drawing, _, printed = out.partition("└─3\n")
     assert drawing.startswith("4 nodes, depth 3\n0\n└─1\n  └─2\n")
     assert printed == expected_text(directory) + "\n"
-    assert re.search(rf"^20 tokens, backend {choose_backend()}$", err, re.M)
+    first = f"^20 tokens, finish_reason length, backend {choose_backend()}$"
+    assert re.search(first, err, re.M)
     decoding = r"^decoding 19 tokens: [\d.]+ s, [\d.]+ tokens/s, \d+ rounds$"
     assert re.search(decoding, err, re.M)
     assert re.search(r"^tau \d\.\d\d tokens per round, 4.0 nodes per round$", err, re.M)
@@ -58,7 +59,8 @@ def test_stop_strings_end_the_printed_text(directory, run):
         *("--stop", "never said", "--stop", stop),
     )
     assert (code, out) == (0, whole[: whole.index(stop)] + "\n")
-    assert re.search(r"^(\d|1\d) tokens, ", err)
+    stopped = r"^1?\d tokens, finish_reason stop \(a stop string or token\), backend "
+    assert re.search(stopped, err)
     target = magicjax.load(directory)
     token = int(keywords.generate(target, [PROMPT], max_tokens=20).tokens[0, 4])
     expected = expected_text(directory, stop_token_ids=[token])
@@ -67,6 +69,12 @@ def test_stop_strings_end_the_printed_text(directory, run):
         *("--stop-token-id", token),
     )
     assert (code, out) == (0, expected + "\n") and expected != whole
+    assert re.search(stopped, err)
+    code, out, err = run(
+        *("generate", "--target", directory, "--prompt", PROMPT),
+        *("--logit-bias", f"{target.eos_token_ids[0]}=1000"),
+    )
+    assert (code, out) == (0, "\n") and err.startswith("1 tokens, finish_reason stop (EOS), ")
 
 
 def test_values_that_cannot_change_the_text_are_accepted(directory, run):
@@ -209,7 +217,7 @@ def test_ctrl_c_ends_after_the_round_with_the_text_and_the_statistics_so_far(
     code, out, err = run("generate", "--target", directory, "--prompt", PROMPT, "--max-tokens", 20)
     assert code == 130 and signal.getsignal(signal.SIGINT) is before
     assert expected_text(directory).startswith(out.rstrip("\n")) and out.strip()
-    assert "4 tokens, backend" in err and "decoding 3 tokens: " in err
+    assert "4 tokens, finish_reason cancelled, backend" in err and "decoding 3 tokens: " in err
 
 
 class ClosedPipe(io.StringIO):
