@@ -8,12 +8,13 @@ import os
 import pathlib
 import re
 import sys
+import time
 from typing import Any
 
 import magicjax
 from magicjax.checks import check_whole
 from magicjax.cli import drafting, options, text
-from magicjax.decoding import memory
+from magicjax.decoding import memory, program_cache
 from magicjax.decoding.request import Request
 from magicjax.engine import memory_check
 from magicjax.engine.templates import validated
@@ -263,10 +264,18 @@ def run(arguments: argparse.Namespace) -> int:
         host, port = bound.getsockname()[:2]
         if api_key is None and not ipaddress.ip_address(host).is_loopback:
             _note(f"warning: anyone who reaches {host} can use the model: set ${API_KEY}")
-        _note("compiling; this takes seconds to minutes")
+        _note(f"loading the weights of {name}")
+        begun = time.monotonic()
         engine = magicjax.Engine(**described)
         worker = Worker(engine)
+        loaded, before = time.monotonic(), program_cache.totals()
+        _note(f"loading took {loaded - begun:.1f} s; compiling programs: seconds to minutes")
         worker.warm_up()
+        count, compile_s = program_cache.totals()
+        _note(
+            f"warm-up took {time.monotonic() - loaded:.1f} s, {compile_s - before[1]:.1f} s of it "
+            f"to compile {count - before[0]} programs"
+        )
         form = FORMATS.get(arguments.tool_format)
         served = Served(name, described["target"], engine.config, form)
         server_options = ServerOptions(

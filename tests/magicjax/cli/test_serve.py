@@ -1,5 +1,6 @@
 """`magicjax serve`: refused before weights are loaded, and in a process that signals end."""
 
+import asyncio
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ import pytest
 from magicjax import loading
 from magicjax.cli import main
 from magicjax.cli.serve import API_KEY, engine_config
+from magicjax.server import run as server_run
 from tests.magicjax import tiny
 
 SECONDS = 120  # until a server in a process has compiled its programs
@@ -73,6 +75,23 @@ def test_a_port_in_use_is_an_error_before_weights_are_loaded(directory, run, mon
         port = other.getsockname()[1]
         code, _, errors = run("serve", "--target", directory, "--port", port)
     assert code == 2 and f"--port {port}: Address already in use" in errors
+
+
+def test_the_start_says_what_takes_how_long(directory, run, monkeypatch):
+    def stop(app, worker, *_):
+        asyncio.run(worker.stop())
+        return 0
+
+    monkeypatch.setattr(server_run, "run", stop)
+    plain = "--drafter", "none", "--greedy", "--grammar-states", 0, "--slots", 1
+    options = *plain, "--dtype", "float32", "--capacity", 64, "--port", 0
+    code, _, errors = run("serve", "--target", directory, *options)
+    loading, loaded, warm, ready = errors.splitlines()
+    assert code == 0 and loading == "loading the weights of tiny"
+    assert re.fullmatch(r"loading took \d+\.\d s; compiling programs: seconds to minutes", loaded)
+    found = re.fullmatch(r"warm-up took (\d+\.\d) s, (\d+\.\d) s of it to compile (\d+) .*", warm)
+    assert found and float(found[1]) >= float(found[2]) > 0 and int(found[3]) > 0
+    assert ready.startswith("serving tiny at http://127.0.0.1:")
 
 
 def test_new_tokens_are_limited_by_the_capacity_alone():
