@@ -185,11 +185,15 @@ def add(commands: Any) -> None:
         description="Times the parts of decoding on this device, fits the constants of the cost "
         "model, and writes both to a profile, for `magicjax plan --device FILE.json` and "
         "`drafter='auto'`. Plans for the timed model and its drafts use the measured times, plans "
-        "for other models the constants.",
+        "for other models the constants. It times every --batch with every --context, 9 pairs by "
+        "default, which takes minutes, more for large models: pass those of your use, such as "
+        "--batch 1 --context 2k.",
         allow_abbrev=False,
     )
     parser.add_argument("--out", help="profile to write, a .json file; default: that of `auto`")
-    parser.add_argument("--target", default="llama-3.2-1b", help=options.SOURCE)
+    parser.add_argument(
+        "--target", default="llama-3.2-1b", help=f"{options.SOURCE}; default: llama-3.2-1b"
+    )
     parser.add_argument(
         "--drafter",
         nargs="+",
@@ -199,14 +203,35 @@ def add(commands: Any) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="of all models; default: as stored")
     options.add_weights(parser)
     options.add_activations(parser)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--context", type=token_count, nargs="+", default=[1024, 4096, 8192])
     parser.add_argument(
-        "--nodes", type=int, nargs="+", default=[2, 3, 4, 5, 6, 9], help="tree sizes of T_verify"
+        "--batch",
+        type=int,
+        nargs="+",
+        default=[1, 4, 16],
+        help="numbers of rows to time; default: 1 4 16",
     )
-    parser.add_argument("--gamma", type=int, default=8, help="drafted tokens of a timed round")
     parser.add_argument(
-        "--repeats", type=int, default=9, help="of every measurement; medians are reported"
+        "--context",
+        type=token_count,
+        nargs="+",
+        default=[1024, 4096, 8192],
+        help="tokens per row to time, for each --batch; default: 1024 4096 8192",
+    )
+    parser.add_argument(
+        "--nodes",
+        type=int,
+        nargs="+",
+        default=[2, 3, 4, 5, 6, 9],
+        help="tree sizes of T_verify; default: 2 3 4 5 6 9",
+    )
+    parser.add_argument(
+        "--gamma", type=int, default=8, help="drafted tokens of a timed round; default: 8"
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=9,
+        help="of every measurement; medians are reported; default: 9",
     )
     options.add_backend(parser)
     parser.set_defaults(run=run)

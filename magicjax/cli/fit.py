@@ -76,7 +76,12 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--draft-shards", type=int, help="number of devices over which a draft model is sharded"
     )
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        default="bfloat16",
+        help="of models and caches; default: bfloat16",
+    )
     parser.add_argument(
         "--backend",
         choices=("xla",),

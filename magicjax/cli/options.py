@@ -95,7 +95,7 @@ def add_activations(parser: Any) -> None:
         choices=ACTIVATIONS,
         default=ACTIVATIONS[0],
         help="of products with the matrices of a GGUF file on a CPU: int8 keeps the file's types "
-        "and rounds activations to 8 bits, float does not",
+        f"and rounds activations to 8 bits, float does not; default: {ACTIVATIONS[0]}",
     )
 
 

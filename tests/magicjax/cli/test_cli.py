@@ -1,5 +1,6 @@
 """The command line on a tiny model directory: its output and its statistics."""
 
+import argparse
 import builtins
 import io
 import os
@@ -195,6 +196,28 @@ def test_python_runs_the_package_as_the_command():
     command = [sys.executable, "-m", "magicjax", "--version"]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=here, check=True)
     assert ran.stdout.startswith("magicjax ")
+
+
+@pytest.mark.parametrize("command", main.COMMANDS)
+def test_the_help_of_an_option_has_its_default(command):
+    (subparsers,) = main.parser([command])._subparsers._group_actions
+    for option in subparsers.choices[command]._actions:
+        default, shown = option.default, option.help
+        if not default or default == argparse.SUPPRESS:  # what is not given
+            continue
+        values = default if isinstance(default, list) else [default]
+        text = " ".join(str(value).removesuffix(".0") for value in values)
+        text = "one device" if text == "model=1" else text
+        assert f"default: {text}" in shown.replace(",", ""), option.option_strings
+
+
+def test_the_help_of_calibrate_says_what_it_times(run):
+    code, out, _ = run("calibrate", "--help")
+    shown = " ".join(out.split())
+    assert code == 0 and "It times every --batch with every --context, 9 pairs by default" in shown
+    (subparsers,) = main.parser(["calibrate"])._subparsers._group_actions
+    default = subparsers.choices["calibrate"].get_default
+    assert len(default("batch")) * len(default("context")) == 9
 
 
 def test_ctrl_c_ends_after_the_round_with_the_text_and_the_statistics_so_far(
