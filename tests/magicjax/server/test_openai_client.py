@@ -96,6 +96,10 @@ def test_a_chat_is_answered_in_the_template(target, client):
     parts = [{"type": "text", "text": "def "}, {"type": "text", "text": "add("}]
     again = chat(client, messages=[MESSAGES[0], {"role": "user", "content": parts}])
     assert again.choices[0].message.content == choice.message.content
+    named = [message | {"name": "Ada", "reasoning_content": "Hm."} for message in MESSAGES]
+    dropped = chat(client, messages=named)  # the template does not read them
+    assert dropped.usage.prompt_tokens == answer.usage.prompt_tokens
+    assert dropped.choices[0].message.content == choice.message.content
 
 
 def test_variables_of_the_template(target, client):
