@@ -376,11 +376,20 @@ def _backlog_then_path(
 
 
 def _check_tokenizers(drafter: Model, target: Model) -> None:
+    """Raises ValueError if a token that both models can read or produce is another one.
+
+    A tokenizer can have tokens beyond an embedding: they are not in texts.
+    """
     ids, target_ids = drafter.tokenizer.get_vocab(), target.tokenizer.get_vocab()
-    differing = [t for t in ids.keys() | target_ids.keys() if ids.get(t) != target_ids.get(t)]
+    size = min(drafter.config.vocab_size, target.config.vocab_size)
+    first = {
+        token: min(ids.get(token, math.inf), target_ids.get(token, math.inf))
+        for token in ids.keys() | target_ids.keys()
+        if ids.get(token) != target_ids.get(token)
+    }
+    differing = [token for token, i in first.items() if i < size]
     if differing:
-        first = {t: min(ids.get(t, math.inf), target_ids.get(t, math.inf)) for t in differing}
-        example = min(differing, key=lambda t: (first[t], t))
+        example = min(differing, key=lambda token: (first[token], token))
         raise ValueError(
             f"the tokenizer of the drafter {drafter.name!r} differs from that of the target "
             f"{target.name!r} in {len(differing)} tokens, such as {example!r} (id "

@@ -518,6 +518,33 @@ def test_a_cache_that_cannot_be_in_8_bits_is_an_error(source, kv_dtype, message)
         magicjax.load(source, kv_dtype=kv_dtype)
 
 
+def of_rows(rows: int, *more: str) -> magicjax.Model:
+    """Returns a model with a tokenizer of 48 shared tokens, and more; it has rows for some."""
+    tokenizer = FakeTokenizer(*(f"word {i}" for i in range(tiny.VOCAB)), *more)
+    return dataclasses.replace(short_model(vocab_size=rows), tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "target"),
+    [
+        ((48, "x"), (48,)),
+        ((48,), (48, "x")),
+        ((48, "x"), (48, "y", "x")),
+        ((50, "x"), (48, "y")),
+        ((48, "x"), (50, "y", "z")),
+    ],
+)
+def test_tokens_beyond_one_of_the_embeddings_may_differ(drafter, target):
+    magicjax.SmallModel(of_rows(*drafter)).check(of_rows(*target), magicjax.chain(2), 2, 8)
+
+
+@pytest.mark.parametrize(("target", "number"), [((50,), 1), ((49, "y"), 2), ((50, "y", "x"), 2)])
+def test_other_tokens_may_not(target, number):
+    drafter = magicjax.SmallModel(of_rows(49, "x"))
+    with pytest.raises(ValueError, match=rf"in {number} tokens, such as 'x' \(id 48 and "):
+        drafter.check(of_rows(*target), magicjax.chain(2), 2, 8)
+
+
 def test_the_largest_valid_request_is_accepted():
     """The limits in the messages are the true ones."""
     for max_tokens in (LIMIT - 3, None):
