@@ -332,5 +332,6 @@ def _state(
 
 
 def _event(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    # In ASCII, because many clients end lines also at U+0085, U+2028 and U+2029.
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return f"data: {text}\n\n"

@@ -115,6 +115,16 @@ def test_variables_of_the_template(target, client):
     for name in ("thinking", "tokenize", "enable"):
         with pytest.raises(openai.BadRequestError, match=f"'{name}', which the chat template does"):
             answer(**{name: True})
+def test_lines_of_a_stream_end_at_line_feeds_only(target, server):
+    """Clients that divide text with str.splitlines see whole events, as those of httpx do."""
+    ends = "a\u0085b\u2028c\u2029d"
+    body = dict(prompt="x", max_tokens=40, temperature=0, stream=True)
+    body["response_format"] = {"type": "regex", "regex": ends}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
+        lines = [line for line in answer.iter_lines() if line]
+    assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"
+    pieces = [json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1]]
+    assert "".join(pieces) == ends
 
 
 def test_the_counts_of_tokens_are_those_of_the_loop(target, client):
