@@ -100,7 +100,7 @@ class _Body(_Object):
     model: str | None = Field(None, description="the name that /v1/models lists")
     n: int | None = Field(None, ge=1, le=MAX_N, description=f"a whole number from 1 to {MAX_N}")
     temperature: float | None = Field(None, ge=0, description="a number, 0 or more")
-    top_p: float | None = Field(None, gt=0, le=1, description="above 0 and at most 1")
+    top_p: float | None = Field(None, ge=0, le=1, description="a number from 0 to 1")
     top_k: int | None = Field(
         None, ge=-1, lt=2**31, description="a whole number; 0 or -1 for all tokens"
     )

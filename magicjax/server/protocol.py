@@ -17,7 +17,7 @@ from magicjax.grammars import json_schema, trial
 from magicjax.grammars.arena import CLASSES, automaton_of
 from magicjax.grammars.grammar import Grammar
 from magicjax.model import Model
-from magicjax.sampling_params import SamplingParams
+from magicjax.sampling_params import TINY, SamplingParams
 from magicjax.server import bodies, tool_calls
 from magicjax.server.bodies import ChatBody, CompletionBody
 from magicjax.server.errors import ApiError, refused
@@ -279,7 +279,7 @@ def _params(
         params = SamplingParams(
             temperature=_temperature(body, config),
             top_k=max(0, body.top_k or 0),  # -1 is 0
-            top_p=1.0 if body.top_p is None else body.top_p,
+            top_p=1.0 if body.top_p is None else max(body.top_p, TINY),  # 0: the most likely token
             min_p=body.min_p or 0.0,
             repetition_penalty=body.repetition_penalty or 1.0,
             frequency_penalty=body.frequency_penalty or 0.0,

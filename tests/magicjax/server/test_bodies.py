@@ -77,6 +77,7 @@ def test_fields_become_parameters(path):
     assert parse(path, n=2, **sampled).params == SamplingParams(max_tokens=1, **sampled)
     greedy = parse(path, temperature=0, top_p=0.9, top_k=5, seed=7).params
     assert greedy == SamplingParams(max_tokens=1, top_p=0.9, top_k=5, seed=7)
+    assert parse(path, temperature=0, top_p=0).params.greedy  # as some clients ask for it
     default = parse(path, top_k=-1).params
     assert (default.temperature, default.top_k, default.top_p) == (1, 0, 1)
     assert parse(path).params.seed != parse(path).params.seed
@@ -88,7 +89,7 @@ def test_fields_become_parameters(path):
     [
         ("n", 0, "n=0: it must be a whole number from 1 to 128"),
         ("temperature", -1, "temperature=-1: it must be a number, 0 or more"),
-        ("top_p", 0, "top_p=0: it must be above 0 and at most 1"),
+        ("top_p", -0.1, "top_p=-0.1: it must be a number from 0 to 1"),
         ("seed", 2**63, "seed=9223372036854775808: it must be a whole number in the range of"),
         ("stop", "", "stop='': it must be a string, or a list"),
         (

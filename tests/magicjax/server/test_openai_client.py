@@ -81,6 +81,11 @@ def test_sampled_texts_are_those_of_generate_with_the_seed(target, client):
     assert again.choices[0].text == expected[0]
 
 
+def test_the_smallest_nucleus_is_the_most_likely_token(target, client):
+    answer = completion(client, PROMPTS[0], temperature=0.9, top_p=0)
+    assert answer.choices[0].text == text(target, PROMPTS[0])
+
+
 def test_requests_without_a_seed_differ(client):
     texts = {completion(client, PROMPTS[0], temperature=None).choices[0].text for _ in range(3)}
     assert len(texts) > 1
