@@ -75,8 +75,8 @@ class Texts:
             return [choice] if reason or new.logprobs is not None else []
         found = [choice | dict(delta=x, logprobs=None, finish_reason=None) for x in deltas]
         found[0]["logprobs"] = choice["logprobs"]
-        found[-1]["finish_reason"] = choice["finish_reason"]
-        return found
+        # Clients may skip the content of the chunk that has the reason.
+        return found + [choice | dict(delta={}, logprobs=None)] * (reason is not None)
 
     def _choice(self, index: int, new: NewTokens, reason: str | None) -> dict[str, Any]:
         text, finish_reason = new.text or "", None if reason is None else FINISH_REASONS[reason]

@@ -324,6 +324,16 @@ def test_a_cut_call_has_no_reason_tool_calls():
     assert reason("<tool_call>" + F[:-5], "stop") == "stop" and reason("a", "eos") == "stop"
 
 
+def test_the_last_chunk_of_a_stream_has_the_reason_only():
+    """Text that was held back, as it could become a call, is in a chunk before it."""
+    tools = Tools(HERMES, [], [], required=False, parallel=True)
+    made = Texts(chat=True, token_texts=str, tools=tools)
+    chunks = made.choices(0, "1 <tool", [], None, None, stream=True)
+    chunks += made.choices(0, "", [], None, "eos", stream=True)
+    assert [chunk["delta"] for chunk in chunks] == [{"content": "1"}, {"content": " <tool"}, {}]
+    assert [chunk["finish_reason"] for chunk in chunks] == [None, None, "stop"]
+
+
 def matches(expression: str, text: str) -> bool:
     automaton, state = byte_automaton(Grammar.regex(expression)), 0
     for byte in text.encode():
