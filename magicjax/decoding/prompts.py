@@ -227,8 +227,7 @@ def chat_tokens(
             "chat_template"
         )
     for name in template_kwargs or ():
-        is_read = re.search(rf"\b{re.escape(name)}\b", _template(tokenizer))
-        if name in TEMPLATE_ARGUMENTS or not is_read:
+        if name in TEMPLATE_ARGUMENTS or not reads_variable(tokenizer, name):
             raise ValueError(
                 f"chat_template_kwargs has {name!r}, which the chat template does not read: omit it"
             )
@@ -246,7 +245,7 @@ def chat_tokens(
     return rendered["input_ids"]
 
 
-def _template(tokenizer: Any) -> str:
-    """Returns the source of a chat template; of several named ones, all."""
+def reads_variable(tokenizer: Any, name: str) -> bool:
+    """Returns whether a tokenizer's chat template, or one of several, names a variable."""
     template = tokenizer.chat_template
     return template if isinstance(template, str) else "\n".join(map(str, template.values()))

@@ -39,7 +39,6 @@ NEUTRAL_CHAT = NEUTRAL | {
     "modalities": (["text"],),
     "moderation": (),
     "prediction": (),
-    "reasoning_effort": (),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -253,6 +252,9 @@ class ChatBody(_Body):
     max_completion_tokens: int | None = Field(None, ge=1, description="a whole number, 1 or more")
     chat_template_kwargs: dict[str, Any] | None = Field(  # vLLM's
         None, description="an object of variables of the chat template"
+    )
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        None, description="none, minimal, low, medium, high or xhigh"
     )
     logprobs: bool | None = Field(None, description="true or false")
     top_logprobs: int | None = Field(

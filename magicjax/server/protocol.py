@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int
 from pydantic_core import from_json
 
-from magicjax.decoding.prompts import chat_tokens, token_ids
+from magicjax.decoding.prompts import chat_tokens, reads_variable, token_ids
 from magicjax.decoding.text_stream import TextStream
 from magicjax.engine.config import EngineConfig
 from magicjax.grammars import json_schema, trial
@@ -23,6 +23,7 @@ from magicjax.server.bodies import ChatBody, CompletionBody
 from magicjax.server.errors import ApiError, refused
 from magicjax.server.tool_calls import Format, Tools
 
+EFFORT = "reasoning_effort"
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens in /v1/completions
 # Fields that no grammar can have, so calls of tools that need not follow are not constrained.
 UNCONSTRAINED = ("allowed_token_ids", "bad_words", "min_tokens", "ignore_eos")
@@ -162,13 +163,13 @@ def parse_chat(data: bytes, served: Served) -> Generation:
     if (limit := getattr(body, field)) == 0:
         raise ApiError(400, f"{field}=0: it must be 1 or more", param=field)
     fields = {"max_tokens": field, "logprobs": "top_logprobs"}
-    tokenizer, kwargs = served.target.tokenizer, body.chat_template_kwargs
+    tokenizer, kwargs = served.target.tokenizer, _template_kwargs(body, served)
     messages = tool_calls.template_messages(body.messages)
     tools = tool_calls.tools_of(body, tokenizer, served.tool_format)
     definitions = None if tools is None else tools.definitions
     params = _params(body, served, fields, limit, logprobs, tools=tools)
     texts = [message["content"] or "" for message in messages]
-    texts += map(str, [*(kwargs or {}).values(), *(definitions or ())])
+    texts += map(str, [*kwargs.values(), *(definitions or ())])
     _check_characters(sum(map(len, texts)), "messages", served)
 
     def prompts() -> list[Int[np.ndarray, "T"]]:
@@ -184,6 +185,21 @@ def parse_chat(data: bytes, served: Served) -> Generation:
 
     generation = _generation(body, served, _tokens(prompts, "messages"), n, params, fields)
     return dataclasses.replace(generation, tools=tools)
+
+
+def _template_kwargs(body: ChatBody, served: Served) -> dict[str, Any]:
+    """Returns variables of the chat template; `chat_template_kwargs` have precedence."""
+    kwargs = body.chat_template_kwargs or {}
+    if body.reasoning_effort is None:
+        return kwargs
+    if not reads_variable(served.target.tokenizer, EFFORT):
+        raise ApiError(
+            400,
+            f"{EFFORT}={body.reasoning_effort!r}: the chat template does not read it: omit it",
+            param=EFFORT,
+            code="unsupported_parameter",
+        )
+    return {EFFORT: body.reasoning_effort} | kwargs
 
 
 def _generation(

@@ -28,6 +28,7 @@ TEMPLATE = (
     "{% if m.role == 'assistant' and loop.first %}{{ raise_exception('who asked?') }}{% endif %}"
     "[{{ m.role }}]{{ m.content }}"
     "{% endfor %}[assistant]{% if enable_thinking %}<think>{% endif %}"
+    "{% if reasoning_effort %}<{{ reasoning_effort }}>{% endif %}"
 )
 
 

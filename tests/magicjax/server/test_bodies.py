@@ -269,6 +269,15 @@ def test_values_that_change_nothing_are_accepted(path):
     assert parse(path, **everything, response_format={"type": "text"}, n=None, stop=None)
 
 
+def test_an_effort_that_the_template_does_not_read_is_refused():
+    path, wrong = "chat/completions", "it must be none, minimal, low, medium, high or xhigh"
+    assert parse(path, reasoning_effort=None)
+    error = refused(path, reasoning_effort="high")
+    assert error.message == ("reasoning_effort='high': the chat template does not read it: omit it")
+    assert (error.param, error.code) == ("reasoning_effort", "unsupported_parameter")
+    assert refused(path, reasoning_effort="most").message == f"reasoning_effort='most': {wrong}"
+
+
 def test_fields_are_parameters_of_the_text():
     given = dict(min_p=0.1, repetition_penalty=1.2, frequency_penalty=-0.5, presence_penalty=2)
     given |= dict(allowed_token_ids=[3, 1], bad_words=["a"], min_tokens=4, ignore_eos=True)

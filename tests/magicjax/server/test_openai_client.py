@@ -120,6 +120,17 @@ def test_variables_of_the_template(target, client):
     for name in ("thinking", "tokenize", "enable"):
         with pytest.raises(openai.BadRequestError, match=f"'{name}', which the chat template does"):
             answer(**{name: True})
+
+
+def test_the_effort_is_a_variable_of_the_template(target, client):
+    thinking = np.array(chat_tokens(target.tokenizer, MESSAGES, {"reasoning_effort": "high"}))
+    assert target.tokenizer.decode(thinking).endswith("[assistant]<high>")
+    high = chat(client, reasoning_effort="high").choices[0].message.content
+    assert high == text(target, thinking) != chat(client).choices[0].message.content
+    body = {"chat_template_kwargs": {"reasoning_effort": "high"}}  # has precedence
+    assert chat(client, reasoning_effort="low", extra_body=body).choices[0].message.content == high
+
+
 def test_lines_of_a_stream_end_at_line_feeds_only(target, server):
     """Clients that divide text with str.splitlines see whole events, as those of httpx do."""
     ends = "a\u0085b\u2028c\u2029d"
