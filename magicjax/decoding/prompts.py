@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from magicjax.decoding.text_stream import token_texts
 from magicjax.model import Model
 
 # Arguments of `apply_chat_template` and variables that it sets; no variables of a template.
@@ -59,7 +60,8 @@ def token_ids(target: Model, prompts: Sequence[Any]) -> list[Int[np.ndarray, "T"
         not support.
     """
     rows = [_checked(target, i, _ids(target, i, prompt)) for i, prompt in enumerate(prompts)]
-    _check_padding(target, rows)
+    given = {i: row for i, row in enumerate(rows) if not _is_text(prompts[i])}
+    _check_padding(target, given)
     return rows
 
 
@@ -119,15 +121,23 @@ def _named(target: Model, token: int) -> str:
     return next((f" ({text!r})" for text, i in vocabulary.items() if i == token), "")
 
 
-def _check_padding(target: Model, rows: Sequence[Int[np.ndarray, "T"]]) -> None:
-    """Raises ValueError if some rows of one length are padded: prompts need no padding."""
+def _check_padding(target: Model, rows: Mapping[int, Int[np.ndarray, "T"]]) -> None:
+    """Raises ValueError if some rows of one length are padded: prompts need no padding.
+
+    Args:
+      target: whose pad token may also be one of text, such as "!" with the id 0.
+      rows: token ids that the caller has made, by the index of the prompt.
+    """
     pad = target.pad_token_id
-    if pad is None or pad in target.eos_token_ids or len({len(row) for row in rows}) != 1:
+    if pad is None or pad in target.eos_token_ids or len({*map(len, rows.values())}) != 1:
         return
-    padded = [pad in (row[0], row[-1]) for row in rows]
-    if any(padded) and not all(padded):
+    has_backend = getattr(target.tokenizer, "backend_tokenizer", None) is not None
+    if has_backend and token_texts(target.tokenizer)(pad).encoded:
+        return
+    padded = [i for i, row in rows.items() if pad in (row[0], row[-1])]
+    if padded and len(padded) < len(rows):
         raise ValueError(
-            f"prompt {padded.index(True)} begins or ends with the pad token {pad}: pass what the "
+            f"prompt {padded[0]} begins or ends with the pad token {pad}: pass what the "
             "tokenizer returned, with its attention_mask, or the ids without padding"
         )
 
@@ -182,6 +192,11 @@ def _without_padding(ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
             "padding before or after them"
         )
     return ids[used]
+
+
+def _is_text(prompt: Any) -> bool:
+    """Returns whether the tokenizer makes the token ids of a prompt."""
+    return isinstance(prompt, str) or _is_conversation(prompt)
 
 
 def _is_conversation(prompt: Any) -> bool:
@@ -248,4 +263,5 @@ def chat_tokens(
 def reads_variable(tokenizer: Any, name: str) -> bool:
     """Returns whether a tokenizer's chat template, or one of several, names a variable."""
     template = tokenizer.chat_template
-    return template if isinstance(template, str) else "\n".join(map(str, template.values()))
+    sources = [template] if isinstance(template, str) else template.values()
+    return any(re.search(rf"\b{re.escape(name)}\b", str(source)) for source in sources)

@@ -17,7 +17,7 @@ from magicjax.decoding.request import RequestOptions
 from magicjax.parallel.layouts import Resident
 from magicjax.verification.sampling import row_keys
 from sharding import abstract_mesh
-from tests.magicjax import tiny
+from tests.magicjax import small_tokenizers, tiny
 from tests.magicjax.grammars import spelled
 
 PROMPTS = [[1, 2], [3]]
@@ -125,6 +125,25 @@ def test_padding_without_its_mask_is_an_error():
     assert len(validate(target, [[9, 1, 2], [4, 5]]).prompts) == 2  # not padded
     ends = dataclasses.replace(target, eos_token_ids=(9,))  # many models pad with EOS
     assert len(validate(ends, [[9, 1], [1, 2]]).prompts) == 2
+
+
+def test_texts_are_not_padded():
+    """The pad token may be one of text, as "!" with the id 0 in tokenizers like Llama 3's."""
+    tokenizer = small_tokenizers.make("byte-level")
+    unknown, exclamation = tokenizer.convert_tokens_to_ids([small_tokenizers.UNKNOWN, "!"])
+    module = models.build(tiny.config(vocab_size=len(tokenizer)))
+    target = dataclasses.replace(tiny.model(), module=module, tokenizer=tokenizer)
+    for pad, texts in ((exclamation, ["!", "a"]), (unknown, [small_tokenizers.UNKNOWN, "a"])):
+        padding = dataclasses.replace(target, pad_token_id=pad, eos_token_ids=())
+        ids = [tokenizer(text)["input_ids"] for text in texts]
+        assert ids[0] == [pad] and len(ids[1]) == 1
+        found = validate(padding, texts).prompts
+        assert [row.tolist() for row in found] == ids
+        if pad == exclamation:
+            assert len(validate(padding, ids).prompts) == 2
+        else:
+            with pytest.raises(ValueError, match="prompt 0 begins or ends with the pad token"):
+                validate(padding, ids)
 
 
 def test_messages_are_rendered_with_the_chat_template():
