@@ -89,6 +89,7 @@ SAMPLING_TYPES = {  # of those that are used
     "repetition_penalty": float,
 }
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+ADAPTER = "adapter_config.json"  # of PEFT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,7 +262,9 @@ def load_config(path: str | os.PathLike) -> DecoderConfig:
     """
     path = pathlib.Path(path)
     file = path / "config.json"
-    raw = {key: value for key, value in _read_json(file).items() if key != QUANTIZATION}
+    raw = _read_json(file)
+    _refuse_adapter(path)
+    raw = {key: value for key, value in raw.items() if key != QUANTIZATION}
     read = functools.partial(read_config, file=str(file))
     try:
         raw = dict(text_decoder(raw))
@@ -274,8 +277,19 @@ def load_config(path: str | os.PathLike) -> DecoderConfig:
         raise ValueError(f"{path}: {error}") from error
 
 
+def _refuse_adapter(path: pathlib.Path) -> None:
+    """Raises ValueError for a directory with the changes of a model's weights."""
+    if (path / ADAPTER).is_file():
+        raise ValueError(
+            f"{path} has a LoRA adapter ({ADAPTER}), which is not supported: merge it into its "
+            "base model with merge_and_unload of PEFT and save_pretrained; if the weights are "
+            f"merged, remove {ADAPTER}"
+        )
+
+
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
     if not path.is_file():
+        _refuse_adapter(path.parent)
         raise FileNotFoundError(f"{path} does not exist: a checkpoint directory must hold it")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))

@@ -261,6 +261,14 @@ DAMAGED = {
         r"has no weights: it must hold model\.safetensors",
     ),
     "no config": (lambda path: (path / "config.json").unlink(), r"config\.json does not exist"),
+    "an adapter": (
+        lambda path: (path / "config.json").rename(path / "adapter_config.json"),
+        r"model has a LoRA adapter \(adapter_config\.json\).*: merge it into its base model",
+    ),
+    "an adapter beside its base model": (
+        lambda path: (path / "adapter_config.json").write_text("{}"),
+        r"model has a LoRA adapter .*; if the weights are merged, remove adapter_config\.json",
+    ),
     "a truncated config": (
         lambda path: (path / "config.json").write_text('{"model_type"'),
         r"config\.json is not valid JSON .*: download it again",
