@@ -12,6 +12,8 @@ import re
 import threading
 from collections.abc import Iterator, Sequence
 
+from models.huggingface import ADAPTER, weight_map
+
 ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?", re.ASCII)
 # A file, or a quantization such as Q4_K_M, IQ4_XS, UD-Q4_K_XL or F16.
 GGUF = re.compile(
@@ -22,9 +24,10 @@ GGUF_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
 SMALL = (
     *("config.json", "generation_config.json", "model.safetensors.index.json"),
     *("tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "chat_template.jinja"),
+    *("vocab.json", "merges.txt", "chat_template.jinja", "additional_chat_templates/*.jinja"),
+    ADAPTER,
 )
-WEIGHTS = "model*.safetensors"
+WEIGHTS = "model*.safetensors"  # and other files that the index names
 
 
 def is_id(source: str) -> bool:
@@ -55,9 +58,13 @@ def snapshot(source: str, weights: bool) -> pathlib.Path:
     """
     name, _, revision = source.partition("@")
     directory = _download(name, revision, [*SMALL, WEIGHTS] if weights else [*SMALL])
+    named = {*weight_map(directory).values()} if weights else set()
+    if others := sorted(file for file in named if not (directory / file).is_file()):
+        directory = _download(name, revision, others)
     has_config = (directory / "config.json").is_file()
-    if has_config and (not weights or any(directory.glob(WEIGHTS))):
-        return directory
+    has_weights = not weights or named or any(directory.glob(WEIGHTS))
+    if (has_config and has_weights) or (directory / ADAPTER).is_file():
+        return directory  # `models` says that an adapter is no model
     missing = WEIGHTS if has_config else "config.json"
     if files := _gguf_files(name, revision)[0]:
         raise ValueError(

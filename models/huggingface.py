@@ -339,12 +339,18 @@ def sampling_defaults(path: pathlib.Path) -> dict[str, Any]:
     return found
 
 
+def weight_map(path: pathlib.Path) -> dict[str, str]:
+    """Returns the name of each tensor's file as the index has it; {} without an index."""
+    if not (path / INDEX).is_file():
+        return {}
+    found = _read_json(path / INDEX).get("weight_map")
+    if not found or not isinstance(found, dict):
+        raise ValueError(f"{path / INDEX} has no weight_map: download it again")
+    return found
+
+
 def _weight_files(path: pathlib.Path) -> list[pathlib.Path]:
-    if (path / INDEX).is_file():
-        files = _read_json(path / INDEX).get("weight_map")
-        if not isinstance(files, dict):
-            raise ValueError(f"{path / INDEX} has no weight_map: download it again")
-        names = sorted(set(files.values()))
+    if names := sorted(set(weight_map(path).values())):
         if missing := [name for name in names if not (path / name).is_file()]:
             raise FileNotFoundError(
                 f"{path / INDEX} names files that do not exist: {missing}; download them"
@@ -362,13 +368,19 @@ def _weight_files(path: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _tensors_in(path: pathlib.Path) -> dict[str, Stored]:
-    """Returns all tensors by their names in the files, {} without files; reads only headers."""
+    """Returns all tensors by their names in the files, {} without files; reads only headers.
+
+    A file may have a tensor that the index names in another one, which is not read from it.
+    """
     stored = {}
     files = _weight_files(path) if any(path.glob("*.safetensors*")) else []
+    owners = weight_map(path) if files else {}
     for file in files:
         try:
             with safetensors.safe_open(file, "numpy") as handle:
                 for name in handle.keys():
+                    if path / owners.get(name, file.name) != file:
+                        continue
                     part = handle.get_slice(name)
                     stored[name] = Stored(file, name, part.get_dtype(), tuple(part.get_shape()))
         except safetensors.SafetensorError as error:

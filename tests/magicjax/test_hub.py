@@ -13,6 +13,7 @@ import time
 from typing import ClassVar
 
 import pytest
+import safetensors
 
 from magicjax import hub
 from tests import gguf_cases as cases
@@ -176,6 +177,35 @@ print(model.name, sorted(p.name for p in sources.directory_of("owner/tiny@v2").i
     endpoint = "http://127.0.0.1:9"  # nothing answers
     assert run(endpoint, tmp_path, "sources.directory_of('owner/tiny@v2')").returncode == 0
     assert stub.served == before
+
+
+def test_files_that_the_index_names_are_downloaded(stub, tmp_path):
+    """Also those with other names than model*.safetensors; copies beside them are not."""
+    files = {p.name: p.read_bytes() for p in sorted(MODEL.iterdir())}
+    weights = files.pop("model.safetensors")
+    names = safetensors.deserialize(weights)
+    index = {"weight_map": {name: "weights-1.safetensors" for name, _ in names}}
+    files |= {"weights-1.safetensors": weights, "consolidated.safetensors": b"copy"}
+    files |= {"additional_chat_templates/tools.jinja": b"tools"}
+    stub.repositories["owner/indexed"] = files | {
+        "model.safetensors.index.json": json.dumps(index).encode()
+    }
+    script = """
+import magicjax
+model = magicjax.load("owner/indexed")
+print(model.config.num_layers, sources.directory_of("owner/indexed"))
+"""
+    done = run(stub.endpoint, tmp_path, script)
+    assert done.returncode == 0, done.stderr
+    served = {file for file, _ in stub.served}
+    assert {"weights-1.safetensors", "additional_chat_templates/tools.jinja"} <= served
+    assert "consolidated.safetensors" not in served
+
+
+def test_an_adapter_of_the_hub_is_named(stub, tmp_path):
+    stub.repositories["owner/adapter"] = {"adapter_config.json": b"{}", "adapter.bin": b"weights"}
+    done = run(stub.endpoint, tmp_path, 'import magicjax; magicjax.load("owner/adapter")')
+    assert "has a LoRA adapter (adapter_config.json)" in done.stderr.splitlines()[-1]
 
 
 def test_a_gguf_file_is_downloaded_once_and_converted(stub, tmp_path):

@@ -241,6 +241,19 @@ def test_buffers_equal_output_matrices_and_missing_prefixes_are_harmless(family,
     assert_identical(models.load_checkpoint(tmp_path / "x").params, checkpoint.params)
 
 
+def test_a_tensor_is_read_from_the_file_that_the_index_names(tiny, tmp_path):
+    path, name = tmp_path / "x", "model.embed_tokens.weight"
+    models.save_checkpoint(path, *tiny, max_shard_bytes=3000)
+    index = json.loads((path / huggingface.INDEX).read_text())
+    last = path / max({*index["weight_map"].values()} - {index["weight_map"][name]})
+    stale = np.zeros_like(tiny[1]["params"]["embedding"])
+    safetensors.numpy.save_file(safetensors.numpy.load_file(last) | {name: stale}, last)
+    assert last.name > index["weight_map"][name]
+    assert_identical(models.load_checkpoint(path).params, tiny[1])
+
+
+
+
 # Errors on reading
 
 DAMAGED = {
@@ -268,6 +281,10 @@ DAMAGED = {
     "an adapter beside its base model": (
         lambda path: (path / "adapter_config.json").write_text("{}"),
         r"model has a LoRA adapter .*; if the weights are merged, remove adapter_config\.json",
+    ),
+    "an index without files": (
+        lambda path: (path / huggingface.INDEX).write_text('{"metadata": {}}'),
+        r"index\.json has no weight_map: download it again",
     ),
     "a truncated config": (
         lambda path: (path / "config.json").write_text('{"model_type"'),
