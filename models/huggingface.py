@@ -129,7 +129,8 @@ def load_checkpoint(
 
     Args:
       path: the directory.
-      dtype: of parameters and activations; None: as stored.
+      dtype: of parameters and activations; None: as stored, and if the tensors have several, as
+        config.json names it.
       weights: a format, or its text, to which the blocks' matrices are quantized one by one. None:
         each as it is stored; "none": dequantize all. A quantized matrix of the same bits keeps its
         zero points, and its groups may be divided; others are dequantized and rounded again.
@@ -148,7 +149,7 @@ def load_checkpoint(
     """
     path = pathlib.Path(path)
     config, quantization, stored = _open(path)
-    dtype = _common_dtype(stored) if dtype is None else np.dtype(dtype)
+    dtype = _common_dtype(path, stored) if dtype is None else np.dtype(dtype)
     if dtype not in map(np.dtype, DTYPES.values()):
         names = ", ".join(np.dtype(known).name for known in DTYPES.values())
         raise ValueError(f"dtype={dtype.name} is not supported: it must be one of {names}")
@@ -177,11 +178,9 @@ def stored_dtype(path: str | os.PathLike) -> np.dtype:
     Raises as `load_checkpoint`.
     """
     path = pathlib.Path(path)
-    if not any(path.glob("*.safetensors")):
-        raw = _read_json(path / "config.json")
-        if name := raw.get("dtype") or raw.get("torch_dtype"):
-            return jnp.dtype(name)
-    return _common_dtype(_open(path)[2])
+    if not any(path.glob("*.safetensors")) and (dtype := _named_dtype(path)) is not None:
+        return dtype
+    return _common_dtype(path, _open(path)[2])
 
 
 def is_quantized(path: str | os.PathLike) -> bool:
@@ -537,10 +536,20 @@ def _bits(where: Stored) -> np.ndarray:
     return np.ascontiguousarray(read_tensor(where)).view(np.uint8)
 
 
-def _common_dtype(stored: list[Found]) -> np.dtype:
+def _named_dtype(path: pathlib.Path) -> np.dtype | None:
+    """Returns the dtype that config.json names; None without one."""
+    raw = _read_json(path / "config.json")
+    name = raw.get("dtype") or raw.get("torch_dtype")
+    return {np.dtype(known).name: np.dtype(known) for known in DTYPES.values()}.get(name)
+
+
+def _common_dtype(path: pathlib.Path, stored: list[Found]) -> np.dtype:
+    """Returns the dtype of the tensors; if they have several, the one that config.json names."""
     plain = [where for _, where in stored if isinstance(where, Stored)]
     names = sorted({where.dtype for where in plain if where.dtype in DTYPES})
     if len(names) > 1:
+        if (dtype := _named_dtype(path)) is not None:
+            return dtype
         raise ValueError(
             f"the tensors have several dtypes ({', '.join(names)}): pass dtype to convert them"
         )

@@ -313,9 +313,15 @@ def test_dtypes_that_cannot_be_read_are_errors(saved):
         tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.float16)
 
     edit_tensors(saved, narrow)
+    edit_json(saved / "config.json", torch_dtype=...)
     with pytest.raises(ValueError, match=r"several dtypes \(F16, F32\).*pass dtype"):
         models.load_checkpoint(saved)
     assert models.load_checkpoint(saved, "float32").module.dtype == np.float32
+    for key, dtype in (("torch_dtype", "float16"), ("dtype", "bfloat16")):
+        edit_json(saved / "config.json", **{key: dtype})
+        found = models.load_checkpoint(saved)
+        assert found.module.dtype == models.stored_dtype(saved) == np.dtype(dtype)
+        assert {x.dtype.name for x in jax.tree.leaves(found.params)} == {dtype}
 
 
 def test_all_mismatches_are_in_one_error(saved):
