@@ -22,8 +22,11 @@ from models.families import FAMILIES
 from models.positions import LearnedPositions
 from models.quantized import BLOCK
 
-# Buffers that some versions save; they follow from the config.
-IGNORED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|masked_bias|attn\.bias|decoder\.version)")
+# Buffers that some versions save, which follow from the config, and the scales of caches in float8.
+IGNORED = re.compile(
+    r"(.*\.)?(rotary_emb\.(inv_freq|(cos|sin)_cached)|masked_bias|attn\.bias|decoder\.version"
+    r"|(q|k|v|kv|prob|output)_scale)"
+)
 UNEMBEDDING = "lm_head.weight"
 GGUF_INDEX = "gguf_index.json"  # of a GGUF file's tensors, in a directory without weights
 DTYPES = {"F16": np.float16, "BF16": ml_dtypes.bfloat16, "F32": np.float32, "F64": np.float64}

@@ -234,7 +234,10 @@ def test_buffers_equal_output_matrices_and_missing_prefixes_are_harmless(family,
     def change(tensors):
         for name in [name for name in tensors if name.startswith(prefix)]:
             tensors[name.removeprefix(prefix)] = tensors.pop(name)
-        tensors["layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+        for buffer in ("inv_freq", "cos_cached", "sin_cached"):
+            tensors[f"layers.0.self_attn.rotary_emb.{buffer}"] = np.ones(4, np.float32)
+        for scale in ("kv_scale", "k_scale", "k_proj.k_scale", "v_proj.output_scale"):
+            tensors[f"layers.0.self_attn.{scale}"] = np.ones(1, np.float32)
         tensors["lm_head.weight"] = np.asarray(checkpoint.params["params"]["embedding"]).copy()
 
     edit_tensors(tmp_path / "x", change)
