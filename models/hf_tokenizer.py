@@ -77,7 +77,7 @@ def _read(path: pathlib.Path) -> Any:
 
 
 def _json(path: pathlib.Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return json.loads(path.read_text(encoding="utf-8-sig")) if path.is_file() else {}
 
 
 def _settings(path: pathlib.Path) -> dict[str, Any]:

@@ -291,7 +291,7 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
         _refuse_adapter(path.parent)
         raise FileNotFoundError(f"{path} does not exist: a checkpoint directory must hold it")
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}): download it again") from error
     if not isinstance(raw, dict):

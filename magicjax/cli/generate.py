@@ -289,7 +289,7 @@ def _read(option: str, path: pathlib.Path) -> str:
     if path.is_dir():
         raise ValueError(f"{option} {path} is a directory: pass a text file")
     try:
-        return path.read_bytes().decode()  # with line ends as they are
+        return path.read_bytes().decode("utf-8-sig")  # with line ends as they are
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{option} {path} is not UTF-8 text: byte {error.object[error.start]:#04x} "

@@ -255,6 +255,10 @@ def test_a_tensor_is_read_from_the_file_that_the_index_names(tiny, tmp_path):
     assert_identical(models.load_checkpoint(path).params, tiny[1])
 
 
+def test_json_files_may_begin_with_a_byte_order_mark(saved, tiny):
+    for file in saved.glob("*.json"):
+        file.write_text(file.read_text(), encoding="utf-8-sig")
+    assert_identical(models.load_checkpoint(saved).params, tiny[1])
 
 
 # Errors on reading

@@ -95,6 +95,8 @@ def test_a_prompt_file_keeps_its_line_ends(directory, run, tmp_path):
     ]
     other = run(*arguments, "--prompt", prompt.replace("\r\n", "\n"))[1]
     assert texts[0] == texts[1] != other
+    file.write_text(prompt, encoding="utf-8-sig", newline="")  # as some editors write it
+    assert run(*arguments, "--prompt-file", file)[1] == texts[0]
 
 
 def test_log_probabilities_follow_the_text_as_a_table(directory, run):
