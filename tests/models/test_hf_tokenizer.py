@@ -303,8 +303,21 @@ def test_other_files_are_read_by_transformers_if_there_is_no_tokenizer_json(plai
         tokenizer_config__json={"tokenizer_class": "GPT2Tokenizer", "bos_token": "<s>"},
         config__json={"model_type": "gpt2"},
     )
-    found = models.load_tokenizer(path)
-    assert [found(text)["input_ids"] for text in TEXTS] == [plain.encode(t).ids for t in TEXTS]
+    expected = [plain.encode(text).ids for text in TEXTS]
+    assert [models.load_tokenizer(path)(text)["input_ids"] for text in TEXTS] == expected
+    (path / "tokenizer_config.json").unlink()  # as of files of 2020
+    assert [models.load_tokenizer(path)(text)["input_ids"] for text in TEXTS] == expected
+
+
+def test_a_length_at_which_tokenizer_json_cuts_or_pads_has_no_effect(plain, tmp_path):
+    own = Tokenizer.from_str(plain.to_str())
+    own.enable_truncation(4)
+    own.enable_padding(length=8)
+    found = models.load_tokenizer(write(tmp_path, own, tokenizer_config__json={}))
+    ids = [plain.encode(text, add_special_tokens=False).ids for text in TEXTS]
+    assert any(len(row) > 8 for row in ids) and any(len(row) < 8 for row in ids)
+    assert [found(text)["input_ids"] for text in TEXTS] == ids
+    assert [found.encode(text, add_special_tokens=False) for text in TEXTS] == ids
 
 
 def test_the_names_of_all_models_are_not_imported(plain, tmp_path):
