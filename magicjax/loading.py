@@ -162,9 +162,13 @@ def _load(
 
 
 def _eos(stored: tuple[int, ...], tokenizer: Any, config: models.DecoderConfig) -> tuple[int, ...]:
-    """Returns the tokens that end a text: those of the model's files, and the end of a turn."""
-    end = models.end_of_turn(tokenizer)
-    return stored if end is None or end in stored or end >= config.vocab_size else (*stored, end)
+    """Returns the tokens that end a text, which are in the vocabulary.
+
+    They are those of the model's files, the tokenizer's EOS, and the end of a turn.
+    """
+    ends = (*stored, getattr(tokenizer, "eos_token_id", None), models.end_of_turn(tokenizer))
+    size = config.vocab_size
+    return tuple(dict.fromkeys(end for end in ends if end is not None and end < size))
 
 
 def _kv_bits(kv_dtype: str | None, source: str | os.PathLike) -> int | None:

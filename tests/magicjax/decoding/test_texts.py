@@ -1,10 +1,14 @@
 """`generate`, `stream`, the command and the engine give one text, which continues the prompt's."""
 
+import json
+import shutil
+
 import numpy as np
 import pytest
 
 import magicjax
 import models
+from magicjax.loading import skeleton
 from tests.magicjax import keywords, tiny
 from tests.magicjax.small_tokenizers import ANSWER, ASKED, BYTES, TURN, make, with_channels
 
@@ -102,6 +106,18 @@ def test_the_text_before_the_final_channel_is_apart(target):
         result = engine.submit(asked, params).result()
         assert [result.text, result.reasoning] == expected
     assert keywords.generate(target, PROMPTS, max_tokens=1).reasoning == ["", ""]
+
+
+def test_the_eos_of_the_tokenizer_ends_a_text(directory, tmp_path):
+    path = shutil.copytree(directory, tmp_path / "x")
+    for stored, expected in ((None, (2,)), (1, (1, 2)), ([2, 10**6], (2,))):
+        for name in ("config.json", "generation_config.json"):
+            raw = json.loads((path / name).read_text()) | {"eos_token_id": stored}
+            (path / name).write_text(json.dumps(raw))
+        target = magicjax.load(path, dtype="float32")
+        end = target.tokenizer.convert_tokens_to_ids(TURN)
+        assert target.tokenizer.eos_token_id == 2
+        assert target.eos_token_ids == skeleton(path).eos_token_ids == (*expected, end)
 
 
 def test_stop_strings_can_be_special_tokens(target):
