@@ -31,7 +31,7 @@ from models.gguf.blocks import KINDS, Type
 from models.gguf.tensors import Experts, FileTensor, Weight
 from models.gguf.tokenizer import Type as TokenType
 from models.gguf.tokenizer import read_tokenizer, unsupported
-from models.hf_config import read_config
+from models.hf_config import FULL, SLIDING, read_config
 from models.hf_config_writing import write_config
 from models.hf_tensors import GGUF_INDEX, Fused, Tensor, tensors_of
 from models.positions import Rope, frequencies
@@ -64,6 +64,7 @@ ENDS = ("eos", "eot", "eom")  # end of text, turn and message
 # Ends of turns that files may not name, and by whose text llama.cpp finds them.
 END_TOKENS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|return|>", "<|call|>")
 ROPE_FREQS = "rope_freqs.weight"
+PATTERN = "attention.sliding_window_pattern"
 EXPERT = re.compile(r"experts\.\d+\.")  # in the name of a tensor of Hugging Face
 
 
@@ -178,7 +179,7 @@ def _config(
 ) -> DecoderConfig:
     prefix = f"{architecture}."
     settings = {
-        name.removeprefix(prefix): _decimal(value)
+        name.removeprefix(prefix): _decimal(_of_all_layers(name, value))
         for name, value in metadata.items()
         if name.startswith(prefix)
     }
@@ -260,6 +261,12 @@ def _of_family(
             raise ValueError(f"gpt-oss.{name} is missing: the file is damaged or too old")
         default = 4096 if family == "gemma2" else None  # llama.cpp's
         raw["sliding_window"] = settings.pop(name, default)
+    if "alternating_window" in FAMILIES[family].parts and PATTERN in settings:
+        pattern = settings.pop(PATTERN)
+        if isinstance(pattern, list):  # whether each layer has the window
+            raw["layer_types"] = [SLIDING if slides else FULL for slides in pattern]
+        else:
+            raw["sliding_window_pattern"] = pattern
     if family in LARGEST_GEMMA:
         raw |= _of_gemma(family, fields, settings)
     if family == "qwen3_moe":  # of which llama.cpp normalizes the weights
@@ -279,7 +286,6 @@ def _of_family(
 def _of_gemma(family: str, fields: Mapping[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     """Returns keys of which llama.cpp leaves the defaults out of a file."""
     names = {
-        "sliding_window_pattern": "attention.sliding_window_pattern",
         "rope_local_base_freq": "rope.freq_base_swa",
         "attn_logit_softcapping": "attn_logit_softcapping",
         "final_logit_softcapping": "final_logit_softcapping",
@@ -289,6 +295,18 @@ def _of_gemma(family: str, fields: Mapping[str, Any], settings: dict[str, Any]) 
     if fields["num_layers"] == LARGEST_GEMMA[family]:
         head_dim = fields["hidden_size"] / fields["num_heads"]
     return {"query_pre_attn_scalar": head_dim, **raw}
+
+
+def _of_all_layers(name: str, value: Any) -> Any:
+    """Returns the value of a setting, which a file may repeat for each layer.
+
+    Raises ValueError for one that differs between layers, except the one of sliding windows.
+    """
+    if not isinstance(value, list) or name.endswith(PATTERN):
+        return value
+    if len(set(value)) != 1:
+        raise ValueError(f"{name}={value} is not supported: it must be the same for all layers")
+    return value[0]
 
 
 def _decimal(value: Any) -> Any:

@@ -339,6 +339,24 @@ def test_a_matrix_that_does_not_fit_a_type_is_refused(tmp_path, random_params, t
         models.load_checkpoint(tmp_path / "m", weights="Q4_0")
 
 
+def test_settings_may_be_repeated_for_each_layer(tmp_path):
+    config = models.load_config(GOLDEN / "gemma3")
+    layers = range(config.num_layers)
+    changes = {
+        "attention.head_count_kv": [config.num_kv_heads for _ in layers],
+        "feed_forward_length": [config.intermediate_size for _ in layers],
+        "attention.sliding_window_pattern": [layer in config.full_layers for layer in layers],
+    }
+    found = read_gguf(write(tmp_path / "model.gguf", "gemma3", **changes)).config
+    assert found.full_layers == tuple(x for x in layers if x not in config.full_layers)
+    expected = dataclasses.replace(config, **LOST["gemma3"], full_layers=found.full_layers)
+    assert found == expected
+    changes["attention.head_count_kv"][-1] += 1
+    message = r"attention\.head_count_kv=\[.*\] is not supported: it must be the same for all"
+    with pytest.raises(ValueError, match=message):
+        read_gguf(write(tmp_path / "other.gguf", "gemma3", **changes))
+
+
 def test_a_file_of_gemma_2_without_a_window_has_that_of_llama_cpp():
     fields = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "hidden_size": 32, "num_layers": 2}
     raw = files._of_family("gemma2", fields, {}, {})
