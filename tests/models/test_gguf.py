@@ -226,6 +226,10 @@ REFUSED = {
         {"tokenizer": BYTES | {"tokenizer.ggml.tokens": [*tokens(BYTES), "<new>"]}},
         "tokenizer.ggml.tokens has 301 tokens, and token_embd.weight has 300 rows",
     ),
+    "a token twice": (
+        {"tokenizer": BYTES | {"tokenizer.ggml.tokens": [*tokens(BYTES)[:-1], "a"]}},
+        f"tokenizer.ggml.tokens has 'a' with the ids {tokens(BYTES).index('a')} and 299: the file",
+    ),
     "normalization": (
         {"tokenizer": BYTES | {"tokenizer.ggml.precompiled_charsmap": [1, 2]}},
         "SentencePiece's normalization is not supported",
