@@ -127,7 +127,10 @@ def read_quantization_config(settings: Mapping[str, Any] | None) -> Quantization
         return QuantizationConfig(method)
     if method == "compressed-tensors":
         return _compressed_tensors(settings)
-    raise _unsupported("quant_method", method, METHODS)
+    raise ValueError(
+        f"{_unsupported('quant_method', method, METHODS)}; if its weights are not quantized, as "
+        "after an adapter has been merged into them, remove quantization_config from config.json"
+    )
 
 
 def _group(settings: Mapping[str, Any]) -> int | None:

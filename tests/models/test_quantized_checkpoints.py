@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 
 import gguf
 import jax
@@ -271,6 +272,19 @@ def test_layouts_that_are_not_supported_are_refused_by_name(name):
     settings, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         checkpoints.read_quantization_config(settings)
+
+
+def test_the_settings_of_a_quantization_that_was_merged_away_can_be_removed(tmp_path):
+    """As the error says, which QLoRA's merged models give."""
+    plain = shutil.copytree(GOLDEN.with_name("golden") / "llama", tmp_path / "x")
+    file, expected = plain / "config.json", models.load_checkpoint(plain)
+    raw = json.loads(file.read_text())
+    file.write_text(json.dumps(raw | {"quantization_config": BITSANDBYTES}))
+    with pytest.raises(ValueError, match="not quantized, .*, remove quantization_config from conf"):
+        models.load_checkpoint(plain)
+    file.write_text(json.dumps(raw))
+    found = models.load_checkpoint(plain)
+    assert jax.tree.all(jax.tree.map(np.array_equal, found.params, expected.params))
 
 
 @pytest.mark.parametrize(

@@ -327,9 +327,10 @@ def test_a_cut_call_has_no_reason_tool_calls():
 def test_the_last_chunk_of_a_stream_has_the_reason_only():
     """Text that was held back, as it could become a call, is in a chunk before it."""
     tools = Tools(HERMES, [], [], required=False, parallel=True)
-    made = Texts(chat=True, token_texts=str, tools=tools)
-    chunks = made.choices(0, "1 <tool", [], None, None, stream=True)
-    chunks += made.choices(0, "", [], None, "eos", stream=True)
+    made = Texts(chat=True, stream=True, token_texts=str, tools=tools)
+    none = np.zeros(0, np.int32)
+    chunks = made.choices(0, NewTokens(none, "1 <tool", None), None)
+    chunks += made.choices(0, NewTokens(none, "", None), "eos")
     assert [chunk["delta"] for chunk in chunks] == [{"content": "1"}, {"content": " <tool"}, {}]
     assert [chunk["finish_reason"] for chunk in chunks] == [None, None, "stop"]
 
