@@ -15,7 +15,10 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
+from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array
 
 import models
 from magicjax.model import Model
@@ -35,6 +38,31 @@ from sharding import (
 
 ROWS, EVERYWHERE = PartitionSpec(DATA), PartitionSpec()
 GB = 1e9
+
+
+@struct.dataclass
+class PerDevice:
+    """A pytree that one program of a mesh computes and another reads, on the same devices.
+
+    Each device keeps its own arrays, so nothing needs to say how they are divided.
+
+    Attributes:
+      leaves: the arrays [1, ...]; [devices, ...] outside of the programs.
+      treedef: static; of the pytree.
+    """
+
+    leaves: tuple[Array, ...]
+    treedef: Any = struct.field(pytree_node=False)
+
+    @classmethod
+    def pack(cls, tree: Any) -> "PerDevice":
+        """Returns this device's arrays."""
+        leaves, treedef = jax.tree.flatten(tree)
+        return cls(tuple(jnp.asarray(x)[None] for x in leaves), treedef)
+
+    def unpack(self) -> Any:
+        """Returns the pytree of this device's arrays."""
+        return jax.tree.unflatten(self.treedef, [x[0] for x in self.leaves])
 
 
 def split_of(config: models.DecoderConfig, shards: int | None, mesh: AnyMesh) -> Split:
@@ -252,6 +280,9 @@ def _global_shapes(
     if isinstance(node, jax.ShapeDtypeStruct):
         spec = split.spec((*axes, *[None] * len(node.shape))[: len(node.shape)], data_axes)
         return _global_shape(node, NamedSharding(mesh, spec))
+    if isinstance(node, PerDevice):
+        on_each = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        return jax.tree.map(lambda x: _global_shape(x, on_each), node)
     split = getattr(node, "split", split)
     fields = dataclasses.fields(node) if dataclasses.is_dataclass(node) else ()
     declared = {field.name: field.metadata.get("axes", axes) for field in fields}

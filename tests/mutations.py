@@ -89,8 +89,13 @@ def _depths_count_nodes(module):
     return types.SimpleNamespace(**vars(module) | {"depths": wrong})
 
 
-def _states_of_the_root(f):
-    return lambda *arguments: f(*arguments[:-1], 0)  # follows no level
+def _masks_of_the_root(f):
+    def wrong(*arguments):
+        masks = f(*arguments)
+        masks[:] = masks[:, :1]
+        return masks
+
+    return wrong
 
 
 def _ring_one_slot_late(f):
@@ -146,8 +151,8 @@ MUTATIONS = {
     "positions of a tree count its nodes": Mutation(
         "magicjax.decoding.loop:token_tree", _depths_count_nodes
     ),
-    "all nodes have the grammar's state at the root": Mutation(
-        "magicjax.grammars.masking:node_states", _states_of_the_root
+    "all nodes have the mask of the root": Mutation(
+        "magicjax.decoding.runner:tree_masks", _masks_of_the_root
     ),
     "the ring starts one slot late": Mutation(
         "magicjax.kv_cache.sparse_cache:slot_of", _ring_one_slot_late

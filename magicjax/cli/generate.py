@@ -65,6 +65,12 @@ def add(commands: Any) -> None:
         help="file with the JSON schema of the text",
     )
     grammar.add_argument("--json", action="store_true", help="the text is a JSON object")
+    grammar.add_argument(
+        "--lark",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="file with the context-free grammar of the text, in Lark's syntax",
+    )
     parser.add_argument(
         "--logprobs",
         type=int,
@@ -268,9 +274,11 @@ def _grammar(arguments: argparse.Namespace) -> magicjax.Grammar | None:
             return magicjax.Grammar.regex(arguments.regex)
         if arguments.json_schema is not None:
             return magicjax.Grammar.json_schema(_read("--json-schema", arguments.json_schema))
+        if arguments.lark is not None:
+            return magicjax.Grammar.lark(_read("--lark", arguments.lark))
+        return magicjax.Grammar.json_object() if arguments.json else None
     except ImportError as error:
         raise ValueError(str(error)) from error
-    return magicjax.Grammar.json_object() if arguments.json else None
 
 
 def _prompt(arguments: argparse.Namespace) -> Any:

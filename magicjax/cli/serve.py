@@ -30,7 +30,6 @@ MAX_BODY_BYTES = 4 * 2**20
 MAX_CONNECTIONS = 1000  # many systems allow a process 1,024 files
 MAX_REQUESTS_PER_CLIENT = 256
 KEEP_ALIVE_S = 10
-GRAMMAR_STATES = 2048
 PACKAGES = {"starlette", "uvicorn", "prometheus_client", "pydantic", "pydantic_core"}
 TOOL_FORMATS = ("hermes", "llama3")
 
@@ -107,14 +106,6 @@ def _add_engine(group: Any) -> None:
         action="store_true",
         help="decode all requests greedily, which is faster; default: requests sample, with "
         "temperature 1 unless they give another; 0 is greedy",
-    )
-    group.add_argument(
-        "--grammar-states",
-        type=int,
-        default=GRAMMAR_STATES,
-        help="states of the grammars that requests use at a time, 1 KiB each; a JSON schema has "
-        f"some hundreds; 0: response_format is refused, and calls of tools are not constrained; "
-        f"default: {GRAMMAR_STATES:,}",
     )
     group.add_argument(
         "--max-stall-ms",
@@ -353,7 +344,7 @@ def engine_config(
         queue_limit=arguments.queue_limit,
         prefix_bytes=arguments.prefix_bytes,
         host_prefix_bytes=arguments.host_prefix_bytes,
-        grammar_states=arguments.grammar_states,
+        grammars=True,
         logits_processors=True,
         logprobs=MAX_ALTERNATIVES,
         backend=arguments.backend,

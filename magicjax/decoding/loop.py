@@ -1,5 +1,8 @@
 """The decoding loop. One round, `step`, proposes, scores, verifies and commits.
 
+`propose`, `score` and `verify_and_commit` are its parts; `magicjax.decoding.grammar_rounds` runs
+them as programs of their own.
+
 `prefill` runs the target over the prompts, or over what follows the tokens of a given cache, and
 `init_state` builds the initial state. The state is immutable and holds everything that a round
 reads or writes. `decode` runs rounds in one compiled `while_loop` until all rows have ended or
@@ -14,11 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from magicjax.drafters.base import Drafter, Previous, RoundOutcome, commit_checked
 from magicjax.grammars import masking
-from magicjax.grammars.masking import GrammarRows, Transitions
 from magicjax.kv_cache import full_cache
 from magicjax.kv_cache.attend import AttendTo
 from magicjax.kv_cache.full_cache import KVCache
@@ -46,14 +48,12 @@ class Prefilled:
       stats: the target's attention over the prompts.
       logprobs: [B, 1], of the first tokens; None if they are not computed.
       processor: of the rows' logits, after the first tokens; None without.
-      grammar: of the rows, after the first tokens; None without grammars.
     """
 
     first: Int[Array, "B"]
     stats: ModelStats
     logprobs: LogProbs | None
     processor: LogitsProcessor | None
-    grammar: GrammarRows | None
 
 
 @struct.dataclass
@@ -81,7 +81,6 @@ class DecodeState:
       wants_logprobs: bool [B]; without such a row, a round computes none.
       speculative: bool [B]; other rows accept no drafted token.
       processor: of the rows' logits, after the pending tokens; None without.
-      grammar: of the rows, after the pending tokens; None without grammars.
     """
 
     cache: KVCache
@@ -102,7 +101,34 @@ class DecodeState:
     wants_logprobs: Bool[Array, "B"]
     speculative: Bool[Array, "B"]
     processor: LogitsProcessor | None
-    grammar: GrammarRows | None
+
+
+@struct.dataclass
+class Proposed:
+    """The drafter's part of a round.
+
+    Attributes:
+      proposal: with tokens of the vocabulary; only the root in rows that do not speculate.
+      draft: what the drafter's `commit` needs besides.
+    """
+
+    proposal: Proposal
+    draft: Any
+
+
+@struct.dataclass
+class Scored:
+    """The target's pass over the nodes of a round.
+
+    Attributes:
+      logits: [B, N, V], after the rows' processor.
+      kv, queries, layer_inputs: of the nodes, as in `RoundOutcome`.
+    """
+
+    logits: Float[Array, "B N V"]
+    kv: Any
+    queries: Any
+    layer_inputs: Any
 
 
 def prefill(
@@ -112,20 +138,20 @@ def prefill(
     lengths: Int[Array, "B"],
     sampling: Sampling | None,
     processor: LogitsProcessor | None,
-    grammar: GrammarRows | None,
+    allowed: UInt32[Array, "B W"] | None,
     eos: Int[Array, "B E"],
-    transitions: Transitions,
     cache: KVCache | None = None,
     layer_inputs: dict[int, Array] | None = None,
 ) -> tuple[KVCache, Prefilled]:
     """Returns the target's cache of the prompts, and the other results of prefill.
 
     Given a cache of the first tokens of each row, only the other tokens are computed. Inputs of
-    layers can be those of earlier calls, to which these tokens are added.
+    layers can be those of earlier calls, to which these tokens are added. `allowed` are the first
+    tokens that the rows' grammars allow (`magicjax.grammars.masking`); None without grammars.
     """
     begun = settings.stats_spec, cache, layer_inputs
     cache, last, stats = prefill_cache(target, tokens, lengths, settings, *begun)
-    chosen_by = lengths, sampling, processor, grammar, eos, transitions
+    chosen_by = lengths, sampling, processor, allowed, eos
     return cache, _prefilled(settings, target, last, *chosen_by, stats)
 
 
@@ -219,7 +245,6 @@ def init_state(
         wants_logprobs=wants_logprobs,
         speculative=speculative,
         processor=prefilled.processor,
-        grammar=prefilled.grammar,
     )
 
 
@@ -230,9 +255,8 @@ def _prefilled(
     lengths: Int[Array, "B"],
     sampling: Sampling | None,
     processor: LogitsProcessor | None,
-    grammar: GrammarRows | None,
+    allowed: UInt32[Array, "B W"] | None,
     eos: Int[Array, "B E"],
-    transitions: Transitions,
     stats: ModelStats,
 ) -> Prefilled:
     """Returns the first tokens, chosen from the hidden states of the prompts' last tokens."""
@@ -241,9 +265,8 @@ def _prefilled(
         root = jnp.full_like(lengths, logits_processor.NO_TOKEN)[:, None]
         at = root, token_tree.ROOT_ONLY.array, jnp.zeros_like(lengths), eos, axis_names
         logits = logits_processor.process(processor, logits[:, None], *at)[:, 0]
-    if grammar is not None:
-        states = grammar.state[:, None]
-        logits = masking.mask(transitions, grammar, states, logits[:, None], axis_names)[:, 0]
+    if allowed is not None:
+        logits = masking.mask(logits, allowed, target.config.vocab_size, axis_names)
     if sampling is None:
         first = collectives.argmax(logits, axis_names)
     else:
@@ -254,36 +277,44 @@ def _prefilled(
         logprobs = log_probs(logits[:, None], first[:, None], settings.logprobs, axis_names)
     if processor is not None:
         processor = logits_processor.with_tokens(processor, first[:, None], jnp.ones_like(first))
-    if grammar is not None:
-        state = masking.advance(transitions, grammar, grammar.state, first)
-        grammar = dataclasses.replace(grammar, state=state)
-    return Prefilled(first, stats, logprobs, processor, grammar)
+    return Prefilled(first, stats, logprobs, processor)
 
 
 def step(
-    settings: Settings,
-    target: Model,
-    drafter: Drafter | None,
-    state: DecodeState,
-    transitions: Transitions,
+    settings: Settings, target: Model, drafter: Drafter | None, state: DecodeState
 ) -> DecodeState:
     """Returns the state after one round, in which every active row emits 1 to A tokens."""
-    sampling = None if state.sampling is None else state.sampling.only(~state.ended)
-    lengths = jnp.where(state.ended, 0, state.cache.lengths)
-    live_cache = dataclasses.replace(state.cache, lengths=lengths)
+    proposed = propose(settings, target, drafter, state)
+    scored = score(settings, target, drafter, state, proposed)
+    return verify_and_commit(settings, target, drafter, state, proposed, scored)
+
+
+def propose(
+    settings: Settings, target: Model, drafter: Drafter | None, state: DecodeState
+) -> Proposed:
+    """Returns the nodes of a round; without a drafter, the roots."""
     with jax.named_scope("propose"):
         if drafter is None:
             proposal, draft = Proposal(state.pending[:, None], token_tree.ROOT_ONLY.array), None
         else:
-            proposed = drafter.propose(
-                target, state.drafter, state.pending, live_cache, sampling, settings
-            )
+            given = state.pending, _live_cache(state), _live_sampling(state), settings
+            proposed = drafter.propose(target, state.drafter, *given)
             proposal, draft = _checked(proposed, type(drafter).__name__, state)
             proposal = proposal.in_vocabulary(state.pending, target.config.vocab_size)
         decision = target.layout.broadcast_decision((proposal.tokens, proposal.parents))
         proposal = dataclasses.replace(proposal, tokens=decision[0], parents=decision[1])
-        without_draft = state.ended | ~state.speculative
-        proposal = proposal.root_only(without_draft)
+        return Proposed(proposal.root_only(state.ended | ~state.speculative), draft)
+
+
+def score(
+    settings: Settings,
+    target: Model,
+    drafter: Drafter | None,
+    state: DecodeState,
+    proposed: Proposed,
+) -> Scored:
+    """Returns the target's logits of all nodes, by one pass."""
+    proposal, without_draft = proposed.proposal, state.ended | ~state.speculative
     with jax.named_scope("score"):
         positions = state.cache.lengths[:, None] + token_tree.depths(proposal.parents)
         mask = jnp.asarray(token_tree.ancestor_mask(proposal.parents))
@@ -297,7 +328,7 @@ def step(
         scored = proposal.tokens
         if target.empty_token is not None:
             scored = jnp.where(live, scored, target.empty_token)
-        to = live_cache, mask, settings.backend, spec.rounds
+        to = _live_cache(state), mask, settings.backend, spec.rounds
         attend = AttendTo(*to, positions=positions, live=live)
         hidden, aux, inputs = target(scored, positions, attend, spec.layer_inputs)
         kv, queries = zip(*aux, strict=True)
@@ -305,20 +336,26 @@ def step(
         if state.processor is not None:
             at = proposal.tokens, proposal.parents, state.emitted, state.eos, target.split.axes
             logits = logits_processor.process(state.processor, logits, *at)
-        if state.grammar is not None:
-            node_states = masking.node_states(
-                transitions, state.grammar, proposal.tokens, proposal.parents, settings.shape.depth
-            )
-            logits = masking.mask(
-                transitions, state.grammar, node_states, logits, target.split.axes
-            )
+        return Scored(logits, kv, queries, inputs)
+
+
+def verify_and_commit(
+    settings: Settings,
+    target: Model,
+    drafter: Drafter | None,
+    state: DecodeState,
+    proposed: Proposed,
+    scored: Scored,
+) -> DecodeState:
+    """Returns the state after a round, whose accepted tokens are emitted."""
+    proposal, logits = proposed.proposal, scored.logits
     with jax.named_scope("verify"):
         result = verify.verify_tree(
             settings.verifier,
             logits,
             proposal,
             settings.shape.depth,
-            sampling,
+            _live_sampling(state),
             state.cache.lengths,
             target.split.axes,
         )
@@ -330,22 +367,29 @@ def step(
             logprobs = _logprobs_if_wanted(settings, target, state, result, logits, tokens)
     with jax.named_scope("commit"):
         committed = committed + full_cache.zero_after(result.bonus)
-        cache = full_cache.append(state.cache, kv, result.path, committed)
-        outcome = RoundOutcome(result.path, committed, kv, queries, inputs, cache, settings.backend)
+        cache = full_cache.append(state.cache, scored.kv, result.path, committed)
+        of_nodes = scored.kv, scored.queries, scored.layer_inputs
+        outcome = RoundOutcome(result.path, committed, *of_nodes, cache, settings.backend)
         if drafter is not None:
-            drafter_state = commit_checked(drafter, target, state.drafter, draft, proposal, outcome)
+            begun = state.drafter, proposed.draft, proposal
+            drafter_state = commit_checked(drafter, target, *begun, outcome)
             state = dataclasses.replace(state, drafter=drafter_state)
         state = _count(state, proposal, result)
         state = _emit(dataclasses.replace(state, cache=cache), tokens, logprobs, committed, ended)
         if state.processor is not None:
             processor = logits_processor.with_tokens(state.processor, tokens, committed)
             state = dataclasses.replace(state, processor=processor)
-        if state.grammar is not None:
-            grammar = masking.after_path(
-                transitions, state.grammar, node_states, result.path, committed, state.pending
-            )
-            state = dataclasses.replace(state, grammar=grammar)
         return state
+
+
+def _live_cache(state: DecodeState) -> KVCache:
+    """Returns the target's cache, of length 0 in rows that have ended."""
+    lengths = jnp.where(state.ended, 0, state.cache.lengths)
+    return dataclasses.replace(state.cache, lengths=lengths)
+
+
+def _live_sampling(state: DecodeState) -> Sampling | None:
+    return None if state.sampling is None else state.sampling.only(~state.ended)
 
 
 def _logprobs_if_wanted(
@@ -369,11 +413,7 @@ def _logprobs_if_wanted(
 
 
 def decode(
-    settings: Settings,
-    target: Model,
-    drafter: Drafter | None,
-    state: DecodeState,
-    transitions: Transitions,
+    settings: Settings, target: Model, drafter: Drafter | None, state: DecodeState
 ) -> DecodeState:
     """Returns the state after all rows have ended or `max_rounds` rounds have run.
 
@@ -384,7 +424,7 @@ def decode(
     def goes_on(state):
         return ~state.ended.all()
 
-    return run_while(goes_on, settings, target, drafter, state, transitions)
+    return run_while(goes_on, settings, target, drafter, state)
 
 
 def run_while(
@@ -393,7 +433,6 @@ def run_while(
     target: Model,
     drafter: Drafter | None,
     state: DecodeState,
-    transitions: Transitions,
 ) -> DecodeState:
     """Returns the state after `max_rounds` rounds, or when the condition on it is false."""
 
@@ -403,7 +442,7 @@ def run_while(
     state = dataclasses.replace(state, rounds=jnp.zeros_like(state.rounds))
 
     def body(state):
-        return step(settings, target, drafter, state, transitions)
+        return step(settings, target, drafter, state)
 
     state = jax.lax.while_loop(running, body, state)
     rounds = collectives.pmax(state.rounds, settings.data_axes)

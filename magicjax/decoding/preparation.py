@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
-from jaxtyping import Int
+from jaxtyping import Int, UInt32
 
 from magicjax import loading, placement
 from magicjax.decoding import memory, validation
@@ -20,7 +20,8 @@ from magicjax.decoding.prompts import prompts_of, token_ids
 from magicjax.decoding.request import Request, RequestOptions
 from magicjax.drafters import Drafter
 from magicjax.drafters.spec import resolve
-from magicjax.grammars.arena import rows_of
+from magicjax.grammars.grammar import Grammar
+from magicjax.grammars.matcher import Matcher, first_masks
 from magicjax.model import CAPACITY_MULTIPLE, Model
 from magicjax.parallel import pipeline_stages
 from magicjax.sampling_params import SamplingParams
@@ -95,7 +96,6 @@ def validate(
     tokens, lengths, chunk = _padded(rows, -(-len(rows) // groups))
     capacity = capacity_of(int((lengths + limits).max()), shape.depth)
     eos = validation.checked_eos(target, options.eos_token_id)
-    grammar, transitions = rows_of(target, [each.grammar for each in of_rows], eos)
     validation.check_stop(target, of_rows)
     return Request(
         settings=Settings(
@@ -122,8 +122,7 @@ def validate(
         speculative=np.array([each.speculative for each in of_rows]),
         pad_token_id=validation.checked_pad(target, options.pad_token_id, eos),
         processor=processor_of(target, of_rows, rows),
-        grammar=grammar,
-        transitions=transitions,
+        allowed=allowed_of(target, of_rows, eos),
     )
 
 
@@ -182,6 +181,27 @@ def processor_of(
         return None
     sequences = [validation.bad_sequences(target, each) for each in params]
     return logits_processor.rows_of(params, prompts, sequences, target.config.vocab_size)
+
+
+def allowed_of(
+    target: Model, params: Sequence[SamplingParams], eos: Sequence[int]
+) -> UInt32[np.ndarray, "B W"] | None:
+    """Returns the first tokens that the rows' grammars allow; None if no row has a grammar.
+
+    Raises:
+      ValueError: a target without tokenizer or EOS, or a grammar that is not supported.
+    """
+    if all(each.grammar is None for each in params):
+        return None
+
+    @functools.cache
+    def matcher(grammar: Grammar, ends: tuple[int, ...]) -> Matcher:
+        return Matcher(target, grammar, ends)
+
+    return first_masks(
+        [matcher(each.grammar, each.end_tokens(eos)) if each.grammar else None for each in params],
+        target.config.vocab_size,
+    )
 
 
 def _check_devices(
@@ -259,7 +279,7 @@ def place(
         on_device = {
             name: jax.tree.map(jnp.asarray, getattr(request, name))
             for name in ("tokens", "lengths", "limits", "eos", "sampling", "processor")
-            + ("wants_logprobs", "speculative", "grammar", "transitions")
+            + ("wants_logprobs", "speculative", "allowed")
         }
         return dataclasses.replace(request, **on_device)
     return _placed(request, mesh, micro_batches, put)
@@ -269,9 +289,8 @@ def _placed(request: Request, mesh: AnyMesh, micro_batches: int | None, put: Cal
     """Returns the request with all its arrays on the mesh."""
     if micro_batches is None:
         micro_batches = _micro_batches(request, mesh)
-    replicated = NamedSharding(mesh, placement.EVERYWHERE)
-    divided = NamedSharding(mesh, placement.ROWS)
-    rows = replicated if request.settings.replicated_rows else divided
+    spec = placement.EVERYWHERE if request.settings.replicated_rows else placement.ROWS
+    rows = NamedSharding(mesh, spec)
 
     def per_row(x):
         return jax.tree.map(lambda leaf: put(leaf, rows), x)
@@ -287,9 +306,8 @@ def _placed(request: Request, mesh: AnyMesh, micro_batches: int | None, put: Cal
         wants_logprobs=per_row(request.wants_logprobs),
         speculative=per_row(request.speculative),
         processor=per_row(request.processor),
-        grammar=per_row(request.grammar),
+        allowed=per_row(request.allowed),
         eos=per_row(request.eos),
-        transitions=jax.tree.map(lambda x: put(x, replicated), request.transitions),
     )
 
 

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from magicjax import compilation_cache, placement
-from magicjax.decoding import loop, slots
+from magicjax.decoding import grammar_rounds, loop, slots
 from magicjax.parallel import offloading
 from magicjax.settings import PrefillSettings, Settings
 
@@ -19,7 +19,7 @@ logger = logging.getLogger("magicjax")
 
 AnySettings = Settings | PrefillSettings
 _PROGRAMS: dict[str, tuple[Callable, dict]] = {
-    "prefill": (loop.prefill, {"donate_argnums": (8, 9)}),
+    "prefill": (loop.prefill, {"donate_argnums": (7, 8)}),
     "prompt_logprobs": (loop.prompt_logprobs, {}),
     "init": (loop.init_state, {"donate_argnums": (2, 10)}),
     "decode": (loop.decode, {"donate_argnums": 2}),
@@ -27,6 +27,9 @@ _PROGRAMS: dict[str, tuple[Callable, dict]] = {
     "decode_until_row_ends": (slots.decode_until_row_ends, {"donate_argnums": 2}),
     "insert": (slots.insert, {"donate_argnums": 2}),
     "extract": (slots.extract, {}),
+    "propose": (grammar_rounds.propose, {}),
+    "score": (grammar_rounds.score, {}),
+    "verify": (grammar_rounds.verify, {"donate_argnums": 2}),
 }
 # XLA prefers 256-bit vectors; with 512 bits, a CPU that has them reads a cache up to 25% faster.
 _OPTIONS = {"cpu": {"xla_cpu_prefer_vector_width": 512}}
@@ -42,10 +45,10 @@ def program(name: str, settings: AnySettings, *arguments: Any) -> jax.stages.Com
     """Returns the compiled program.
 
     Args:
-      name: "prefill", "prompt_logprobs", "init", "decode", "decode_until_row_ends", "step",
-        "insert" or "extract" (`magicjax.decoding.loop` and `slots`). prefill and init donate their
-        cache, prefill also inputs of layers, init the drafter's previous state, and decode, step
-        and insert the state of all rows: none may be used afterwards.
+      name: a function of `magicjax.decoding.loop`, `slots` or `grammar_rounds`: see `_PROGRAMS`.
+        prefill and init donate their cache, prefill also inputs of layers, init the drafter's
+        previous state, and decode, step, insert and verify the state of all rows: none may be used
+        afterwards.
       settings: static.
       arguments: arrays or their shapes.
     """
@@ -123,7 +126,7 @@ def jitted(name: str, settings: AnySettings, arguments: tuple) -> Any:
 
 def result_shapes(name: str, settings: AnySettings, arguments: tuple) -> Any:
     """Returns the shapes of a program's results, with shardings for a mesh; runs nothing."""
-    if name in ("decode", "decode_until_row_ends", "step", "insert"):
+    if name in ("decode", "decode_until_row_ends", "step", "insert", "verify"):
         return arguments[2]  # the state, whose shapes a round preserves
     run = functools.partial(_PROGRAMS[name][0], settings)
     if settings.mesh is None:

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, UInt32
 
 from magicjax.decoding.loop import DecodeState, Prefilled
 from magicjax.drafters import Drafter
-from magicjax.grammars.masking import GrammarRows
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.model import Model
 from magicjax.sampling_params import SamplingParams
@@ -62,8 +61,8 @@ class Request:
       speculative: bool [B].
       pad_token_id: pads rows that ended.
       processor: of the rows' logits; None if no row has one.
-      grammar: of the rows, before their first new tokens; None without grammars.
-      transitions: int32 [M], of all grammars (`magicjax.grammars.masking`).
+      allowed: uint32 [B, W], the first tokens that the rows' grammars allow
+        (`magicjax.grammars.masking`); None if no row has a grammar.
     """
 
     settings: Settings
@@ -80,8 +79,7 @@ class Request:
     speculative: Bool[Any, "B"]
     pad_token_id: int
     processor: LogitsProcessor | None = None
-    grammar: GrammarRows | None = None
-    transitions: Int[Any, "M"] | None = None
+    allowed: UInt32[Any, "B W"] | None = None
 
     @property
     def prefill_settings(self) -> PrefillSettings:
@@ -100,8 +98,8 @@ class Request:
     @property
     def prefill_arguments(self) -> tuple:
         """Arguments of the program `prefill`."""
-        per_row = self.tokens, self.lengths, self.sampling, self.processor, self.grammar
-        return self.target, *per_row, self.eos, self.transitions
+        per_row = self.tokens, self.lengths, self.sampling, self.processor, self.allowed
+        return self.target, *per_row, self.eos
 
     def init_arguments(self, cache: KVCache, prefilled: Prefilled) -> tuple:
         """Returns the arguments of the program `init`, which runs on the results of `prefill`."""
@@ -111,7 +109,7 @@ class Request:
 
     def loop_arguments(self, state: DecodeState) -> tuple:
         """Returns the arguments of the programs `decode`, `decode_until_row_ends` and `step`."""
-        return self.target, self.drafter, state, self.transitions
+        return self.target, self.drafter, state
 
     @property
     def kv_bytes(self) -> tuple[int, int]:

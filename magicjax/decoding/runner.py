@@ -17,6 +17,7 @@ from magicjax.decoding.request import Request
 from magicjax.decoding.stats import Stats, acceptance
 from magicjax.decoding.text_stream import TextStream
 from magicjax.drafters.base import Previous
+from magicjax.grammars.matcher import Matcher, tree_masks
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.settings import PrefillSettings, Settings, StatsSpec
 from magicjax.verification.logprobs import LogProbs
@@ -143,20 +144,96 @@ def run(
     return _run(request, "decode", settings, arguments)
 
 
+def run_rounds(
+    request: Request,
+    settings: Settings,
+    state: DecodeState,
+    rounds: int,
+    matchers: Sequence[Matcher | None] = (),
+) -> tuple[DecodeState, float, int]:
+    """Returns (the state after some rounds, their seconds, their number), as `run` does.
+
+    Args:
+      request, settings, state, rounds: as for `run`.
+      matchers: of the rows, None for rows without a grammar; they follow the text. Then the rounds
+        also end when a row does. (): no row has a grammar.
+    """
+    if not any(matchers):
+        state, seconds = run(request, settings, state, rounds)
+        return state, seconds, int(state.rounds)
+    state, seconds, ran = run_grammar_rounds(request, settings, state, rounds, matchers)
+    for i, matcher in enumerate(matchers):
+        if matcher is not None and matcher.error:
+            raise RuntimeError(f"row {i}: the grammar cannot be followed: {matcher.error}")
+    return state, seconds, ran
+
+
+def run_grammar_rounds(
+    request: Request,
+    settings: Settings,
+    state: DecodeState,
+    rounds: int,
+    matchers: Sequence[Matcher | None],
+) -> tuple[DecodeState, float, int]:
+    """Returns (the state, seconds, rounds) after `rounds`, or after a row has ended.
+
+    The arguments are those of `run_rounds`; the state is donated. A row whose matcher has an error
+    is not masked.
+    """
+    begin, ran, vocab_size = time.perf_counter(), 0, request.target.config.vocab_size
+    programs: dict[str, jax.stages.Compiled] = {}  # to find one takes a millisecond
+
+    def call(name: str, *arguments: Any) -> Any:
+        if name not in programs:
+            programs[name] = program_cache.program(name, settings, *arguments)
+        return programs[name](*arguments)
+
+    with memory.explained(request):
+        while ran < rounds:
+            arguments = request.loop_arguments(state)
+            nodes, proposed = call("propose", *arguments)
+            scored = call("score", *arguments, proposed)
+            before = state.emitted, state.output, state.ended
+            (emitted, output, ended), (tokens, parents) = global_arrays.fetch((before, nodes))
+            live = [None if end else one for end, one in zip(ended, matchers, strict=True)]
+            for i, matcher in enumerate(live):
+                if matcher is not None:
+                    matcher.push(output[i, matcher.length : emitted[i]].tolist())
+            allowed = tree_masks(live, tokens, parents, vocab_size)
+            masks = global_arrays.put(allowed, state.ended.sharding)
+            state = call("verify", *arguments, proposed, scored, masks)
+            ran += 1
+            if (global_arrays.fetch(state.ended) != ended).any():
+                break
+    jax.block_until_ready(state)
+    return state, time.perf_counter() - begin, ran
+
+
+def matchers_of(request: Request) -> list[Matcher | None]:
+    """Returns the matchers of the rows' empty texts; [] if no row has a grammar."""
+    if request.allowed is None:
+        return []
+    ends = global_arrays.fetch(request.eos).tolist()
+    return [
+        Matcher(request.target, params.grammar, of_row) if params.grammar else None
+        for params, of_row in zip(request.params, ends, strict=True)
+    ]
+
+
 def run_to_end(request: Request, state: DecodeState) -> tuple[DecodeState, float]:
     """Returns the state when all rows have ended, and the seconds of the loop; donates `state`.
 
     The loop compares tokens, not strings. With stop strings it therefore runs a few rounds at a
-    time, and the host searches the text.
+    time, and the host searches the text. With grammars, the host masks every round.
     """
-    texts, total = searched_texts(request), 0.0
-    if not texts:
+    texts, matchers, total = searched_texts(request), matchers_of(request), 0.0
+    if not texts and not matchers:
         return run(request, request.settings, state)
     while True:
         state, _, _, ended = end_stopped(state, texts)
         if ended.all():
             return state, total
-        state, seconds = run(request, request.settings, state, ROUNDS_PER_CALL)
+        state, seconds, _ = run_rounds(request, request.settings, state, ROUNDS_PER_CALL, matchers)
         total += seconds
 
 
@@ -184,6 +261,7 @@ def run_adaptive(
     ran: set[Arm] = set()
     total, decode_s = np.zeros(state.histogram.shape, np.int32), 0.0
     limits, texts = np.asarray(request.limits), searched_texts(request)
+    matchers = matchers_of(request)
     prompt_lengths = np.array([len(prompt) for prompt in request.prompts])
     state, emitted, _, ended = end_stopped(state, texts)
     while not ended.all():
@@ -195,7 +273,7 @@ def run_adaptive(
         arm, most = controller.arm, PROBE_ROUNDS if controller.is_probe else rounds
         loaded = arm in ran
         ran.add(arm)
-        state, seconds = run(request, settings[arm], state, most)
+        state, seconds, _ = run_rounds(request, settings[arm], state, most, matchers)
         state, emitted, _, ended = end_stopped(state, texts)
         histogram = np.array(state.histogram) - total
         total, decode_s = total + histogram, decode_s + seconds
@@ -285,7 +363,7 @@ def stream_rounds(
     Returns the last state and the seconds of all rounds. It ends after the round in which all rows
     have ended, or when True is sent to it.
     """
-    texts, decode_s = searched_texts(request), 0.0
+    texts, matchers, decode_s = searched_texts(request), matchers_of(request), 0.0
     yielded = np.zeros(len(request.prompts), np.int32)
     while True:
         state, emitted, output, ended = end_stopped(state, texts)
@@ -293,8 +371,11 @@ def stream_rounds(
         yielded = emitted
         if stop or ended.all():
             return state, decode_s
-        arguments = request.loop_arguments(state)
-        state, seconds = _run(request, "step", request.settings, arguments)
+        if matchers:
+            state, seconds, _ = run_rounds(request, request.settings, state, 1, matchers)
+        else:
+            arguments = request.loop_arguments(state)
+            state, seconds = _run(request, "step", request.settings, arguments)
         decode_s += seconds
 
 

@@ -16,7 +16,6 @@ from jaxtyping import Array, Bool, Int
 
 from magicjax.decoding.loop import DecodeState, run_while
 from magicjax.drafters.base import Drafter, extract_row, insert_row
-from magicjax.grammars.masking import Transitions
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.model import Model
 from magicjax.settings import Settings
@@ -58,11 +57,7 @@ def insert(
 
 
 def decode_until_row_ends(
-    settings: Settings,
-    target: Model,
-    drafter: Drafter | None,
-    state: DecodeState,
-    transitions: Transitions,
+    settings: Settings, target: Model, drafter: Drafter | None, state: DecodeState
 ) -> DecodeState:
     """Returns the state after a row has ended, or after `max_rounds`; another can take its slot.
 
@@ -75,7 +70,7 @@ def decode_until_row_ends(
     def goes_on(state):
         return (state.ended == before).all() & ~state.ended.all()
 
-    part = run_while(goes_on, settings, target, drafter, part, transitions)
+    part = run_while(goes_on, settings, target, drafter, part)
     return part if settings.rows is None else _with_first_rows(state, part)
 
 

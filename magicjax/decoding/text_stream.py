@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from magicjax.grammars.vocabulary import (
+from magicjax.decoding.token_bytes import (
     byte_of_fallback,
     bytes_of_byte_level,
     decoders_of,

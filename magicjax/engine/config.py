@@ -54,8 +54,7 @@ class EngineConfig:
       prefix_bytes: the most bytes of prompts and answers that are stored on the device, on a mesh
         in each group of devices; 0 to store none; None for as many rows as slots, at most 4.
       host_prefix_bytes: the most bytes of those that the device has no room for, in host memory.
-      grammar_states: the most states of all grammars in use at a time, at 256 classes of tokens and
-        1 KiB each; a JSON schema has some hundreds. 0 for an engine without grammars.
+      grammars: whether requests may have grammars, whose rounds are programs of their own.
       logits_processors: whether requests may have penalties, logit_bias, allowed_token_ids,
         bad_words and min_tokens.
       logprobs: the most alternatives whose log-probabilities a request may ask for, 0 to 20; None
@@ -80,7 +79,7 @@ class EngineConfig:
     queue_limit: int = 1024
     prefix_bytes: int | None = None
     host_prefix_bytes: int = 0
-    grammar_states: int = 0
+    grammars: bool = False
     logits_processors: bool = False
     logprobs: int | None = None
     backend: str | None = None
@@ -99,11 +98,10 @@ class EngineConfig:
                 raise ValueError(
                     f"max_stall_ms={self.max_stall_ms}: it must be above 0; None for no bound"
                 )
-        for name in ("host_prefix_bytes", "grammar_states"):
-            check_whole(name, getattr(self, name), 0)
+        check_whole("host_prefix_bytes", self.host_prefix_bytes, 0)
         if self.logprobs is not None:
             check_whole("logprobs", self.logprobs, 0, MAX_ALTERNATIVES)
-        for name in ("sampling", "adaptive", "logits_processors"):
+        for name in ("sampling", "adaptive", "grammars", "logits_processors"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name}={value!r}: it must be True or False")
 
@@ -131,6 +129,10 @@ class EngineConfig:
             raise ValueError(
                 f"temperature={params.temperature:g}: the engine decodes greedily; use "
                 "temperature=0, or create the engine with sampling=True"
+            )
+        if params.grammar is not None and not self.grammars:
+            raise ValueError(
+                "grammar in an engine without grammars: create the engine with grammars=True"
             )
         if params.changes_logits and not self.logits_processors:
             raise ValueError(

@@ -8,6 +8,7 @@ prompt and parameters only.
 
 import dataclasses
 import itertools
+import logging
 import time
 from typing import Any
 
@@ -19,7 +20,7 @@ from jaxtyping import Int
 from magicjax.checks import check_whole
 from magicjax.decoding import program_cache, runner
 from magicjax.decoding.controller import PROBE_ROUNDS, Arm, Controller, Probes
-from magicjax.decoding.loop import Prefilled
+from magicjax.decoding.loop import DecodeState, Prefilled
 from magicjax.decoding.text_stream import TextStream
 from magicjax.decoding.validation import check_params
 from magicjax.drafters import Drafter
@@ -39,15 +40,16 @@ from magicjax.engine.templates import (
     make_templates,
     row_of_request,
     with_drafter,
-    with_grammar,
 )
-from magicjax.grammars.arena import CLASSES, Arena
+from magicjax.grammars.matcher import Matcher
 from magicjax.model import Model
 from magicjax.sampling_params import SamplingParams
 from magicjax.suggest import explain_unknown
 from magicjax.trees.token_tree import Tree
 from magicjax.verification.logprobs import LogProbs
 from sharding import global_arrays
+
+logger = logging.getLogger("magicjax")
 
 
 @explain_unknown
@@ -115,7 +117,6 @@ class Engine:
             fill_first=config.max_stall_ms is None,
             min_shared=self._prefixes.min_shared if self._prefixes.max_entries else None,
         )
-        self._arena = Arena(config.grammar_states * CLASSES)
         assert isinstance(config.eos_token_id, tuple)  # set by `make_templates`
         self._eos = {*config.eos_token_id}
         self._loops = speculation.loops(slots, config.adaptive)
@@ -153,8 +154,7 @@ class Engine:
             which the chat template renders.
           params: how the tokens are chosen and where the text ends; the default is greedy decoding
             of as many tokens as fit. A temperature above 0, a grammar and log-probabilities require
-            an engine that was created for them. A new grammar is compiled on the host in this call,
-            and the request waits until it fits beside the grammars in use.
+            an engine that was created for them.
           priority: requests of larger priority start first; waiting for 10 s adds 1.
           deadline_s: seconds from now after which the request ends with the tokens so far.
 
@@ -257,6 +257,9 @@ class Engine:
             self.run()
         for settings, rows in itertools.product(self._loops.values(), self._batch_sizes):
             speculation.variant(self._templates.slots, settings, rows).compiled(self._state)
+        if self.config.grammars:
+            for arm in self._loops:  # no row is live
+                self._state, *_ = self._run_grammar_rounds(arm, self._state, 1)
         self._prefixes.clear()
         self.forget_texts()
         self._counters = Counters(self._loops)
@@ -307,21 +310,19 @@ class Engine:
         running, slots = self._scheduler.running, self._templates.slots
         live = {slot: _lengths(one) for slot, one in running.items()}
         self._controller = controller = self._controller.chosen(live)
-        state, waits = self._state, bool(self._scheduler.prefilling or self._scheduler.waiting)
+        waits = bool(self._scheduler.prefilling or self._scheduler.waiting)
         rounds = self._stall.rounds(self.config.rounds_per_step, waits)
         rounds = min(rounds, PROBE_ROUNDS) if controller.is_probe else rounds
-        if rounds != self._max_rounds:
-            state, self._max_rounds = runner.with_rounds(state, rounds), rounds
-        rows = next(n for n in self._batch_sizes if n > max(live, default=0))
-        variant = speculation.variant(slots, self._loops[controller.arm], rows)
-        if (loop := self._compiled.get((controller.arm, rows))) is None:
-            loop = self._compiled[controller.arm, rows] = variant.compiled(state)
-        s, seconds = runner.run_until_row_ends(variant.running, loop, state)
+        if any(handle.request.matcher for handle in running.values()):
+            s, seconds, rounds = self._run_grammar_rounds(controller.arm, self._state, rounds)
+        else:
+            s, seconds = self._run_loop(controller.arm, rounds, max(live, default=0) + 1)
+            rounds = global_arrays.fetch(s.rounds)
         simulated = {}
         if len(self._loops) > 1 and slots.drafter is not None:
             simulated = speculation.simulated(slots.drafter, s.drafter)
-        emitted, output, ended, histogram, nodes, rounds, simulated = global_arrays.fetch(
-            (s.emitted, s.output, s.ended, s.histogram, s.nodes, s.rounds, simulated)
+        emitted, output, ended, histogram, nodes, simulated = global_arrays.fetch(
+            (s.emitted, s.output, s.ended, s.histogram, s.nodes, simulated)
         )
         self._state = s
         self._stall.count_rounds(int(rounds), seconds)
@@ -338,6 +339,34 @@ class Engine:
             handle.drafted = int(nodes[slot])
             tokens = output[slot, : emitted[slot]]
             self._deliver(handle, tokens, logprobs and logprobs[slot], ended[slot])
+            matcher = handle.request.matcher
+            if matcher is not None and matcher.error and not handle.finished:
+                logger.warning("a request ends: its grammar cannot be followed: %s", matcher.error)
+                self._end(handle, "error")
+
+    def _run_loop(self, arm: Arm, rounds: int, rows: int) -> tuple[DecodeState, float]:
+        """Returns the state after a row has ended, or after `rounds`, and the seconds.
+
+        `rows` are the first slots, with all live ones.
+        """
+        state = self._state
+        if rounds != self._max_rounds:
+            state, self._max_rounds = runner.with_rounds(state, rounds), rounds
+        rows = next(n for n in self._batch_sizes if n >= rows)
+        variant = speculation.variant(self._templates.slots, self._loops[arm], rows)
+        if (loop := self._compiled.get((arm, rows))) is None:
+            loop = self._compiled[arm, rows] = variant.compiled(state)
+        return runner.run_until_row_ends(variant.running, loop, state)
+
+    def _run_grammar_rounds(
+        self, arm: Arm, state: DecodeState, rounds: int
+    ) -> tuple[DecodeState, float, int]:
+        """Returns the same, and the rounds, of all slots; donates the state."""
+        matchers: list[Matcher | None] = [None] * self.config.slots
+        for slot, handle in self._scheduler.running.items():
+            matchers[slot] = handle.request.matcher
+        variant = speculation.variant(self._templates.slots, self._loops[arm], len(matchers))
+        return runner.run_grammar_rounds(variant.running, variant.settings, state, rounds, matchers)
 
     def _prefill(self) -> None:
         """Prefills and inserts requests that wait while slots are free."""
@@ -357,12 +386,8 @@ class Engine:
     def _start_requests(self) -> None:
         """Starts the prefill of the requests that may start now."""
         while (handle := self._scheduler.next_to_start(self._prefixes.match)) is not None:
-            automaton = handle.request.grammar
-            self._templates, grammar = with_grammar(self._templates, self._arena, automaton)
-            if automaton is not None and grammar is None:
-                return  # until the grammars of other requests leave
             handle.started_s = time.monotonic()
-            request = row_of_request(self._templates, handle.request, grammar)
+            request = row_of_request(self._templates, handle.request)
             prompt = handle.request.prompt
             if self._spare_rows and self._prefixes.match(prompt):
                 del self._spare_rows[-1]  # before its place is taken by a copy
@@ -436,8 +461,6 @@ class Engine:
                 self._counters.prefill_s += seconds
         elif (row := self._rows.pop(handle, None)) is not None:
             self._spare((row.cache, row.drafter_state))
-        if handle.request.grammar is not None and handle.started_s is not None:
-            self._arena.release(handle.request.grammar)
         drafter = self._templates.row.drafter
         if drafter is not None and drafter.remembers and reason in ("eos", "length", "stop"):
             remembering = drafter.remember(text, len(prompt))

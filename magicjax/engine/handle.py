@@ -15,7 +15,7 @@ from magicjax.verification.logprobs import LogProbs
 
 # Why a request ended: an EOS token, its limit of new tokens, a stop string or token,
 # `Handle.cancel`, or its deadline.
-FINISH_REASONS = ("eos", "length", "stop", "cancelled", "deadline")
+FINISH_REASONS = ("eos", "length", "stop", "cancelled", "deadline", "error")
 
 
 @dataclasses.dataclass(frozen=True)

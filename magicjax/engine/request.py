@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 from jaxtyping import Int
 
-from magicjax.grammars.compiler import TokenAutomaton
+from magicjax.grammars.matcher import Matcher
 from magicjax.sampling_params import SamplingParams
 
 
@@ -17,7 +17,7 @@ class EngineRequest:
       prompt: int32 [T].
       params: as submitted.
       max_tokens: the limit of new tokens, which fits the engine.
-      grammar: the automaton of the grammar; None for any text.
+      matcher: follows the text under its grammar; None for any text.
       priority: requests of larger priority start first.
       submitted_s: when it was submitted, on the engine's clock.
       deadline_s: when it ends at the latest, on the same clock; None for no deadline.
@@ -26,7 +26,7 @@ class EngineRequest:
     prompt: Int[np.ndarray, "T"]
     params: SamplingParams
     max_tokens: int
-    grammar: TokenAutomaton | None
+    matcher: Matcher | None
     priority: float
     submitted_s: float
     deadline_s: float | None

@@ -12,8 +12,7 @@ from magicjax.decoding.prompts import token_ids
 from magicjax.decoding.validation import bad_sequences, check_params, check_stop, check_token_ids
 from magicjax.engine.request import EngineRequest
 from magicjax.engine.templates import Templates
-from magicjax.grammars.arena import CLASSES, automaton_of
-from magicjax.grammars.compiler import TokenAutomaton
+from magicjax.grammars.matcher import Matcher
 from magicjax.model import Model
 from magicjax.sampling_params import SamplingParams
 from magicjax.verification.logits_processor import MAX_SEQUENCE, MAX_SEQUENCES
@@ -57,7 +56,7 @@ def validated(
         prompt=tokens,
         params=params,
         max_tokens=_limit(templates, len(tokens), params.max_tokens),
-        grammar=_automaton(templates, params),
+        matcher=_matcher(templates, params),
         priority=priority,
         submitted_s=now,
         deadline_s=None if deadline_s is None else now + deadline_s,
@@ -94,23 +93,10 @@ def _limit(templates: Templates, length: int, limit: int | None) -> int:
     return limit
 
 
-def _automaton(templates: Templates, params: SamplingParams) -> TokenAutomaton | None:
-    """Returns the automaton of a request's grammar, which fits the engine's table."""
+def _matcher(templates: Templates, params: SamplingParams) -> Matcher | None:
+    """Returns what follows the text of a request with a grammar."""
     if params.grammar is None:
         return None
-    row, limit = templates.row, templates.config.grammar_states
-    if not limit:
-        raise ValueError(
-            "grammar in an engine without grammars: create the engine with grammar_states=4096"
-        )
-    assert isinstance(templates.config.eos_token_id, tuple)
-    automaton = automaton_of(row.target, params.grammar, templates.config.eos_token_id)
-    states, classes = automaton.next.shape
-    needed = -(-(automaton.next.size + 1) // CLASSES)
-    if needed > limit:
-        raise ValueError(
-            f"the grammar has {states} states of {classes} token classes, which take {needed} of "
-            f"the engine's grammar_states={limit}: create the engine with at least {needed}, or "
-            "simplify the grammar"
-        )
-    return automaton
+    eos = templates.config.eos_token_id
+    assert isinstance(eos, tuple)
+    return Matcher(templates.row.target, params.grammar, params.end_tokens(eos))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Int
+from jaxtyping import Int, UInt32
 
 from magicjax import placement
 from magicjax.decoding import memory, runner
@@ -28,9 +28,7 @@ from magicjax.engine import memory_check
 from magicjax.engine.config import MAX_STOP_TOKENS, EngineConfig
 from magicjax.engine.request import EngineRequest
 from magicjax.engine.scheduler import PrefillRule
-from magicjax.grammars.arena import CLASSES, Arena, row_of
-from magicjax.grammars.compiler import TokenAutomaton
-from magicjax.grammars.masking import GrammarRows
+from magicjax.grammars.matcher import Matcher, first_masks
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.model import Model
 from magicjax.sampling_params import SamplingParams
@@ -53,8 +51,6 @@ class Templates:
       row: of one row, which is prefilled.
       slots: of all rows, which are decoded.
       row_shapes: of the target's cache and the drafter's state of one row.
-
-    In an engine with grammars, `row.transitions` and `slots.transitions` are the loaded ones.
     """
 
     config: EngineConfig
@@ -134,7 +130,7 @@ def validated(
         speculative=np.ones(1, bool),
         sampling=row_sampling(config, SamplingParams()),
         processor=row_processor(target, config, SamplingParams(), longest[:0]),
-        **_any_grammar(row, config.grammar_states),
+        allowed=_first_mask(target, config, None),
     )
     config.check_drafter(row.drafter, row.settings.verifier)
     memory_check.check_prefixes(row, config)
@@ -180,7 +176,6 @@ def make_templates(
         speculative=repeated(row.speculative),
         sampling=jax.tree.map(repeated, row.sampling),
         processor=jax.tree.map(repeated, row.processor),
-        grammar=jax.tree.map(repeated, row.grammar),
     )
     shapes = runner.state_shapes(row)
     templates = Templates(config, row, all_rows, (shapes.cache, shapes.drafter))
@@ -250,47 +245,21 @@ def row_processor(
     )
 
 
-def _any_grammar(row: Request, states: int) -> dict[str, Any]:
-    """Returns the fields of a row without a grammar, in an engine with `grammar_states`."""
-    if not states:
-        return {}
-    arena = Arena(states * CLASSES)
-    grammar = row_of(None, row.target.config.vocab_size, arena)
-    return dict(grammar=grammar, transitions=arena.table)
-
-
-def with_grammar(
-    templates: Templates, arena: Arena, automaton: TokenAutomaton | None
-) -> tuple[Templates, GrammarRows | None]:
-    """Returns (the templates with a grammar among the loaded ones, one row that begins with it).
-
-    The row is None in an engine without grammars, and if the arena has no room now.
-    """
-    transitions = templates.row.transitions
-    if transitions is None:
-        return templates, None
-    before = arena.table
-    grammar = row_of(automaton, templates.row.target.config.vocab_size, arena)
-    if arena.table is before:
-        return templates, grammar
-    placed = global_arrays.put(arena.table, transitions.sharding)
-    return _with_fields(templates, transitions=placed), grammar
+def _first_mask(
+    target: Model, config: EngineConfig, matcher: Matcher | None
+) -> UInt32[np.ndarray, "1 W"] | None:
+    """Returns the first tokens that a row may have; None in an engine without grammars."""
+    return first_masks([matcher], target.config.vocab_size) if config.grammars else None
 
 
 def with_drafter(templates: Templates, drafter: Drafter | None) -> Templates:
     """Returns the templates with another drafter, of equal static fields and shapes."""
-    return _with_fields(templates, drafter=drafter)
-
-
-def _with_fields(templates: Templates, **fields: Any) -> Templates:
-    """Returns the templates with fields of both requests replaced."""
-    row, slots = (dataclasses.replace(x, **fields) for x in (templates.row, templates.slots))
+    both = templates.row, templates.slots
+    row, slots = (dataclasses.replace(each, drafter=drafter) for each in both)
     return dataclasses.replace(templates, row=row, slots=slots)
 
 
-def row_of_request(
-    templates: Templates, request: EngineRequest, grammar: GrammarRows | None
-) -> Request:
+def row_of_request(templates: Templates, request: EngineRequest) -> Request:
     """Returns a request as arrays of one row, in the shapes of all prompts."""
     row, prompt = templates.row, request.prompt
     tokens = np.zeros(row.tokens.shape, np.int32)
@@ -306,7 +275,7 @@ def row_of_request(
         "wants_logprobs": np.array([params.logprobs is not None]),
         "speculative": np.array([params.speculative]),
         "processor": row_processor(row.target, config, params, prompt),
-        "grammar": grammar,
+        "allowed": _first_mask(row.target, config, request.matcher),
     }
     return dataclasses.replace(
         row,

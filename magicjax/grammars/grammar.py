@@ -1,24 +1,21 @@
-"""Grammars: what a text must match, and their byte automata."""
+"""Grammars: what a text must match."""
 
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from jaxtyping import Bool, Int
-
-from magicjax.grammars import json_schema
-from magicjax.grammars.json_mode import json_automaton
-
-NO_BYTE = 256  # outlines-core's EOS
-END_MARKER = 0  # a byte that no text has
-MAX_STATES = 2**14  # of a byte automaton
-HINTS = {  # by a part of outlines-core's error
-    "universal start state": "; omit ^ and $, because the whole text must match",
-    "building NFA": ": it has a syntax error, look-around or a backreference",
-}
+# Every tokenization of a text is allowed. Otherwise llguidance allows only one where the grammar
+# forces the text, and the distribution of texts would change.
+OPTIONS = '\n%llguidance {"no_forcing": true}'
+# Between the tokens of JSON, so that a model cannot write spaces without end.
+SPACE = " ?"
+MAX_CHARACTERS = 2**16  # 2,000 properties take about half a second
+# Of a rule: they end a text on the host, or cannot be rolled back.
+EXCERPT = re.compile(r"^ *\d+ \| ", re.MULTILINE)  # the begin of its first line, in errors
+UNSUPPORTED = re.compile(r"\[[^\]\n]*\b(max_tokens|temperature|stop)\s*=")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,35 +26,46 @@ class Grammar:
     tokens before is the beginning of a match.
 
     Attributes:
-      name: "regex", "json_schema" or "json_object".
-      pattern: the regular expression; "" for "json_object".
+      text: the grammar in llguidance's variant of Lark.
     """
 
-    name: str
-    pattern: str
+    text: str
+
+    @classmethod
+    def lark(cls, text: str) -> "Grammar":
+        """Returns a context-free grammar in Lark's syntax, of the rule `start`.
+
+        The variant of the syntax is llguidance's, with inline schemas as `%json {...}` and special
+        tokens as `<|name|>`. The attributes max_tokens, temperature and stop are not supported.
+
+        Raises:
+          TypeError, ValueError: not a string, a syntax error, or a grammar beyond the limits.
+        """
+        _check_text("grammar", text)
+        if found := UNSUPPORTED.search(text):
+            raise ValueError(
+                f"the grammar has the attribute {found[1]}, which is not supported: omit it"
+            )
+        return _checked(cls(text + OPTIONS), "the grammar")
 
     @classmethod
     def regex(cls, pattern: str) -> "Grammar":
         """Returns the grammar of the texts that match a regular expression from begin to end.
 
-        The syntax is that of Rust's crate `regex`, without look-around and backreferences.
+        The syntax is that of Rust's crate `regex`, without look-around.
 
         Raises:
-          TypeError, ValueError: not a string, a syntax error, or an expression without matches.
+          TypeError, ValueError: not a string, a syntax error, or an expression beyond the limits.
         """
-        if not isinstance(pattern, str):
-            raise TypeError(f"pattern has type {type(pattern).__name__}: it must be a string")
-        grammar = cls("regex", pattern)
-        byte_automaton(grammar)
-        return grammar
+        _check_text("pattern", pattern)
+        return _checked(cls(f"start: {terminal(pattern)}{OPTIONS}"), "the regular expression")
 
     @classmethod
-    def json_schema(cls, schema: Mapping[str, Any] | str) -> "Grammar":
-        """Returns the grammar of the JSON texts that a JSON schema describes.
+    def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> "Grammar":
+        """Returns the grammar of the JSON texts that a JSON schema (draft 2020-12) describes.
 
-        All of them are valid. Properties have the order of the schema, others do not occur, and at
-        most one space separates tokens of JSON (see `json_schema`). A `pattern` describes a string
-        as a whole.
+        All of them are valid. Properties have the order of the schema, and at most one space
+        separates tokens of JSON. What cannot be enforced is an error.
 
         Args:
           schema: as a mapping, or as JSON text.
@@ -70,87 +78,86 @@ class Grammar:
                 schema = json.loads(schema)
             except json.JSONDecodeError as error:
                 raise ValueError(f"the JSON schema is not valid JSON: {error}") from error
-        if not isinstance(schema, Mapping):
+        if not isinstance(schema, Mapping | bool):
             raise TypeError(f"schema has type {type(schema).__name__}: pass a dict, or JSON text")
-        grammar = cls("json_schema", json_schema.expression(schema))
-        try:
-            byte_automaton(grammar)
-        except ValueError as error:
-            reason = str(error).splitlines()[0].strip()
-            raise ValueError(f"the JSON schema is not supported: {reason}") from error
-        return grammar
+        return _checked(cls(f"start: {inline(schema)}{OPTIONS}"), "the JSON schema")
 
     @classmethod
     def json_object(cls) -> "Grammar":
-        """Returns the grammar of JSON objects, nested at most `json_mode.MAX_DEPTH` deep."""
-        return cls("json_object", "")
+        """Returns the grammar of JSON objects."""
+        return cls.json_schema({"type": "object"})
+
+    @classmethod
+    def choice(cls, texts: Sequence[str]) -> "Grammar":
+        """Returns the grammar of a few texts.
+
+        Raises:
+          TypeError, ValueError: not a list of strings, or an empty one.
+        """
+        if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+            raise TypeError(f"choice={texts!r}: it must be a list of strings")
+        if not texts:
+            raise ValueError("choice=[]: it must have at least one text")
+        rule = " | ".join(map(json.dumps, texts))
+        return _checked(cls(f"start: {rule}{OPTIONS}"), "the choice")
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class ByteAutomaton:
-    """A deterministic automaton over the bytes of UTF-8 text; state 0 is the first one.
-
-    Attributes:
-      next: int32 [S, 256], the state after a byte; -1: no match has this beginning.
-      final: bool [S], whether the text may end.
-    """
-
-    next: Int[np.ndarray, "S 256"]
-    final: Bool[np.ndarray, "S"]
+def terminal(pattern: str) -> str:
+    """Returns a regular expression as a terminal of a Lark grammar."""
+    return f"/{library().regex_to_lark(pattern, use_ascii='')}/"
 
 
-@functools.lru_cache(maxsize=64)
-def byte_automaton(grammar: Grammar) -> ByteAutomaton:
-    """Returns the automaton of a grammar.
+def inline(schema: Mapping[str, Any] | bool) -> str:
+    """Returns a JSON schema as a part of a Lark grammar."""
+    if isinstance(schema, bool):
+        schema = {} if schema else {"not": {}}
+    options = dict(schema.get("x-guidance") or {})
+    options.setdefault("whitespace_pattern", SPACE)
+    return f"%json {json.dumps(dict(schema) | {'x-guidance': options})}"
 
-    Raises:
-      ValueError: its regular expression has a syntax error, or no matches.
-      ImportError: outlines-core is not installed.
-    """
-    if grammar.name == "json_object":
-        return ByteAutomaton(*json_automaton())
-    if grammar.name == "regex":
-        _index(grammar.pattern)  # with an unmatched parenthesis, the one below may be valid
-    # outlines-core omits the bytes that lead from the end of a match to text that is none yet. With
-    # an end marker, no state before it is such an end.
-    index = _index(f"(?:{grammar.pattern})\\x{END_MARKER:02x}")
-    edges, ends = index.get_transitions(), index.get_final_states()
-    if len(edges) > MAX_STATES:
+
+def _check_text(name: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} has type {type(value).__name__}: it must be a string")
+
+
+def _checked(grammar: Grammar, what: str) -> Grammar:
+    """Returns the grammar if it is supported; raises ValueError otherwise."""
+    if len(grammar.text) > MAX_CHARACTERS:
         raise ValueError(
-            f"the automaton of the grammar has {len(edges)} states, and at most {MAX_STATES} are "
-            "supported: use fewer or smaller bounded repetitions"
+            f"{what} has {len(grammar.text):,} characters, and at most {MAX_CHARACTERS:,} are "
+            "supported: simplify it"
         )
-    number = {index.get_initial_state(): 0}
-    for state in edges:
-        number.setdefault(state, len(number))
-    following = np.full((len(number), 256), -1, np.int32)
-    final = np.zeros(len(number), bool)
-    for state, after in edges.items():
-        final[number[state]] = after.pop(END_MARKER, None) in ends
-        after.pop(NO_BYTE, None)
-        following[number[state], [*after]] = [number[target] for target in after.values()]
-    if not final.any():
-        raise ValueError(f"the regular expression {grammar.pattern!r} matches no text")
-    return ByteAutomaton(following, final)
+    if reason := _error(grammar.text):
+        raise ValueError(f"{what} is not supported: {reason}")
+    return grammar
 
 
-def _index(pattern: str) -> Any:
-    """Returns outlines-core's automaton over single bytes."""
-    outlines = _outlines()
-    single_bytes = outlines.Vocabulary(NO_BYTE, {bytes([byte]): [byte] for byte in range(256)})
+@functools.lru_cache(maxsize=256)
+def _error(text: str) -> str:
+    """Returns what is wrong with a grammar; "" if nothing is."""
+    validate = library().LLMatcher.validate_grammar_with_warnings
+    is_error, messages = validate(text, limits=limits())
+    return one_line(messages[0]) if is_error else ""
+
+
+def one_line(reason: str) -> str:
+    """Returns an error of llguidance without its excerpt of the grammar."""
+    return " ".join(EXCERPT.split(reason)[0].split()).removeprefix("at 1(8): ")
+
+
+def limits() -> Any:
+    """Returns the most work of one grammar and of one mask, about 20 ms and 5 ms.
+
+    The states of the lexer take 1 to 2 KiB each.
+    """
+    return library().LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+
+
+def library() -> Any:
+    """Returns the package llguidance."""
     try:
-        return outlines.Index(pattern, single_bytes)
-    except ValueError as error:
-        reason = " ".join(str(error).split())
-        hint = next((hint for text, hint in HINTS.items() if text in reason), "")
-        raise ValueError(f"the regular expression is not supported: {reason}{hint}") from error
-
-
-def _outlines() -> Any:
-    try:
-        import outlines_core
+        import llguidance
     except ImportError as error:
-        raise ImportError(
-            "grammars require outlines-core: pip install 'magicjax[grammar]'"
-        ) from error
-    return outlines_core
+        raise ImportError("grammars require llguidance: pip install 'magicjax[grammar]'") from error
+    return llguidance

@@ -19,7 +19,6 @@ from magicjax.verification.logprobs import MAX_ALTERNATIVES
 
 MAX_N = 128
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256  # each piece of text is searched for all of them
-MAX_REGEX_CHARACTERS = 512  # longer ones can take minutes to compile
 SHOWN = 60  # characters of a wrong value in an error
 
 # Fields that do not change the text.
@@ -78,13 +77,14 @@ class JsonSchema(_Object):
 
 
 class ResponseFormat(_Object):
-    type: Literal["text", "json_object", "json_schema", "regex"]
+    type: Literal["text", "json_object", "json_schema", "regex", "lark"]
     json_schema: JsonSchema | None = None
-    regex: str | None = Field(None, max_length=MAX_REGEX_CHARACTERS)
+    regex: str | None = None
+    lark: str | None = None
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> "ResponseFormat":
-        given = {"json_schema": self.json_schema, "regex": self.regex}
+        given = {"json_schema": self.json_schema, "regex": self.regex, "lark": self.lark}
         if any((value is not None) != (name == self.type) for name, value in given.items()):
             raise ValueError
         return self
@@ -142,8 +142,8 @@ class _Body(_Object):
     response_format: ResponseFormat | None = Field(
         None,
         description='{"type": "text"}, {"type": "json_object"}, {"type": "json_schema", '
-        '"json_schema": {"name": ..., "schema": {...}}}, or {"type": "regex", "regex": ...} of at '
-        f"most {MAX_REGEX_CHARACTERS} characters",
+        '"json_schema": {"name": ..., "schema": {...}}}, {"type": "regex", "regex": ...} or '
+        '{"type": "lark", "lark": ...}',
     )
 
 

@@ -10,8 +10,6 @@ from magicjax.engine.scheduler import QueueFullError
 OPTIONS = {
     r"create the engine with sampling=True": "start the server without --greedy",
     r"create the engine with a larger capacity": "start the server with a larger --capacity",
-    r"create the engine with at least (\d+)": r"start the server with --grammar-states \1",
-    r"the engine's grammar_states=": "the server's --grammar-states ",
     r"\bcapacity=": "--capacity ",
     r"the limit of the engine, or None for": "the limit of the server (--max-tokens); omit it for",
     r"or None for as many": "omit the limit for as many",

@@ -13,8 +13,6 @@ from pydantic_core import from_json
 from magicjax.decoding.prompts import chat_tokens, reads_variable, token_ids
 from magicjax.decoding.text_stream import TextStream
 from magicjax.engine.config import EngineConfig
-from magicjax.grammars import json_schema, trial
-from magicjax.grammars.arena import CLASSES, automaton_of
 from magicjax.grammars.grammar import Grammar
 from magicjax.model import Model
 from magicjax.sampling_params import TINY, SamplingParams
@@ -288,9 +286,13 @@ def _params(
 ) -> SamplingParams:
     """Returns the parameters of a request, which the engine accepts."""
     config = served.config
-    grammar = _grammar(body, served) if tools is None else _grammar_of_tools(tools, served)
-    if tools is not None and not tools.must_match and any(getattr(body, x) for x in UNCONSTRAINED):
+    grammar = _grammar(body) if tools is None else _grammar_of_tools(tools)
+    unconstrained = not config.grammars or any(getattr(body, x) for x in UNCONSTRAINED)
+    if tools is not None and not tools.must_match and unconstrained:
         grammar = None
+    if grammar is not None and not config.grammars:
+        field = "response_format" if tools is None else "tools"
+        raise ApiError(400, f"{field}: the server has no grammars", param=field)
     try:
         params = SamplingParams(
             temperature=_temperature(body, config),
@@ -331,53 +333,31 @@ def _bias(given: Mapping[str, float]) -> dict[int, float]:
     return {int(name): value for name, value in given.items()}
 
 
-def _grammar(body: CompletionBody | ChatBody, served: Served) -> Grammar | None:
-    """Returns the grammar of a request, compiled in this thread: `submit` finds the result."""
+def _grammar(body: CompletionBody | ChatBody) -> Grammar | None:
+    """Returns the grammar of a request."""
     given = body.response_format
     if given is None or given.type == "text":
         return None
-    _check_grammars(served.config, f"response_format.type={given.type}", "response_format")
     try:
         if given.json_schema is not None:
-            schema = given.json_schema.definition
-            trial.check(json_schema.expression(schema))
-            grammar = Grammar.json_schema(schema)
-        elif given.regex is not None:
-            trial.check(given.regex)
-            grammar = Grammar.regex(given.regex)
-        else:
-            grammar = Grammar.json_object()
-        automaton_of(served.target, grammar, served.eos)
+            return Grammar.json_schema(given.json_schema.definition)
+        if given.regex is not None:
+            return Grammar.regex(given.regex)
+        if given.lark is not None:
+            return Grammar.lark(given.lark)
+        return Grammar.json_object()
     except (ValueError, TypeError, ImportError) as error:
         raise ApiError(400, str(error), param="response_format") from error
-    return grammar
 
 
-def _grammar_of_tools(tools: Tools, served: Served) -> Grammar | None:
-    """Returns the grammar of texts that may call tools, compiled as by `_grammar`.
-
-    None: it is not supported, and no tool requires it.
-    """
-    config = served.config
+def _grammar_of_tools(tools: Tools) -> Grammar | None:
+    """Returns the grammar of texts that may call tools; None: it is not supported or required."""
     try:
-        _check_grammars(config, "tools", "tools")
-        expression = tools.expression()
-        trial.check(expression)
-        grammar = Grammar.regex(expression)
-        automaton = automaton_of(served.target, grammar, served.eos)
-    except (ApiError, ValueError, ImportError) as error:
+        return tools.grammar()
+    except (ValueError, ImportError) as error:
         if not tools.must_match:
             return None
-        message = error.message if isinstance(error, ApiError) else str(error)
-        raise ApiError(400, message, param="tools") from error
-    fits = automaton.next.size < config.grammar_states * CLASSES
-    return grammar if fits or tools.must_match else None
-
-
-def _check_grammars(config: EngineConfig, what: str, field: str) -> None:
-    """Raises ApiError if the server has no grammars."""
-    if not config.grammar_states:
-        raise ApiError(400, f"{what}: the server was started with --grammar-states 0", param=field)
+        raise ApiError(400, str(error), param="tools") from error
 
 
 def _tokens(make: Callable[[], list[np.ndarray]], field: str) -> list[np.ndarray]:

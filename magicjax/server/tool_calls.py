@@ -1,10 +1,11 @@
-r"""Calls of tools: their formats as regular expressions, and as deltas of OpenAI's API.
+r"""Calls of tools: their formats as grammars, and as deltas of OpenAI's API.
 
 hermes    I look.\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>
 llama3    {"name": "f", "parameters": {"x": 1}}
 """
 
 import dataclasses
+import json
 import re
 import uuid
 from collections.abc import Callable, Sequence
@@ -12,14 +13,15 @@ from typing import Any, NoReturn
 
 from pydantic_core import from_json
 
-from magicjax.grammars import json_schema
+from magicjax.grammars.grammar import Grammar, inline, terminal
 from magicjax.server.bodies import ChatBody, Function, Message, NamedTool, shown
 from magicjax.server.errors import ApiError
 
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 PYTHON_TAG = "<|python_tag|>"  # may precede a call of Llama 3; most tokenizers have it as special
 NAME = re.compile(r'"(?:[^"\\]|\\.)*"')
-SPACE = r" \t\r\n"  # of JSON, in a class of a regular expression
+# Text that a Llama 3 template reads as no call: it does not begin with { or <|.
+NO_CALL = r"[ \t\r\n]*(?:[^ \t\r\n{<](?s:.)*|<(?:[^|](?s:.)*)?)?"
 SPACES = (" ", "\t", "\r", "\n")
 
 Delta = dict[str, Any]  # of OpenAI's streams: {"content": ...} or {"tool_calls": [...]}
@@ -79,25 +81,29 @@ class Tools:
         """Whether calls that their schemas do not constrain are an error."""
         return self.required or any(function.strict for function in self.functions)
 
-    def expression(self) -> str:
-        """Returns the regular expression of the texts.
+    def grammar(self) -> Grammar:
+        """Returns the grammar of the texts.
 
         Raises:
           ValueError: the parameters of a function are not supported.
         """
-        calls = "|".join(
-            f'{function.name}", "{self.format.field}": {_arguments(function)}'
+        call = "call: " + " | ".join(
+            f"{_quoted(f'{{"name": "{function.name}", "{self.format.field}": ')} "
+            f"{_arguments(function)} {_quoted('}')}"
             for function in self.functions
         )
-        call = rf'\{{"name": "(?:{calls})\}}'
-        if self.format.end:
-            call = rf"{self.format.begin}\n{call}\n{self.format.end}"
-            if self.parallel:  # the repeated calls come first: one automaton for all of them
-                call = rf"(?:{call}\n)*{call}"
-            return call if self.required else f"{_without(self.format.begin)}(?:{call})?"
-        # Text other than a call does not begin with { or <|.
-        text = rf"[{SPACE}]*(?:[^\x00{SPACE}{{<][^\x00]*|<(?:[^\x00|][^\x00]*)?)?"
-        return call if self.required else f"{text}|{call}"
+        begin, end = _quoted(f"{self.format.begin}\n"), _quoted(f"\n{self.format.end}")
+        if not self.format.end:
+            start = "call" if self.required else f"{terminal(NO_CALL)} | call"
+            return Grammar.lark(f"start: {start}\n{call}")
+        more = f' ("\\n" {begin} call {end})*' if self.parallel else ""
+        rules = [f"calls: call {end}{more}", call]
+        if self.required:
+            return Grammar.lark("\n".join([f"start: {begin} calls", *rules]))
+        # Free text up to the first marker; lazy, so that nothing else can follow a marker.
+        head = f"head[lazy]: /(?s:.*)/ {_quoted(self.format.begin)}"
+        start = r'start: TEXT | head "\n" calls'
+        return Grammar.lark("\n".join([start, "TEXT: /(?s:.*)/", head, *rules]))
 
 
 def tools_of(body: ChatBody, tokenizer: Any, form: Format | None) -> Tools | None:
@@ -363,28 +369,20 @@ def _definition(function: Function) -> dict[str, Any]:
 
 
 def _arguments(function: Function) -> str:
-    """Returns the regular expression of the arguments of a function."""
+    """Returns the arguments of a function as a part of a grammar."""
     schema = function.parameters or NO_PARAMETERS
     try:
         if schema.get("type") != "object":
             raise ValueError('the JSON schema of parameters must have "type": "object"')
-        return json_schema.expression(schema)
+        Grammar.json_schema(schema)  # with an error that names this function
+        return inline(schema)
     except (ValueError, TypeError) as error:
         raise ValueError(f"tools: the function {function.name!r}: {error}") from error
 
 
-def _without(marker: str) -> str:
-    r"""Returns the regular expression of the texts without a marker.
-
-    The first character of the marker does not occur again in it. For <ab,
-    [^<]*(?:<(?:[^<a][^<]*|a(?:[^<b][^<]*)?)?)*: after each <, a part of the marker and then
-    another character, <, or the end.
-    """
-    first, inner = marker[0], ""
-    for char in reversed(marker[1:]):
-        other = rf"[^\x00{first}{char}][^\x00{first}]*"
-        inner = f"(?:{other}|{char}{inner})?" if inner else f"(?:{other})?"
-    return rf"[^\x00{first}]*(?:{first}{inner})*"
+def _quoted(text: str) -> str:
+    """Returns a text as a part of a grammar."""
+    return json.dumps(text)
 
 
 def _is_special(tokenizer: Any, text: str) -> bool:

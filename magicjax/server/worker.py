@@ -82,6 +82,8 @@ class Job:
             event = await self.arrived.get()
             if isinstance(event, ApiError):
                 raise event
+            if isinstance(event.value, Result) and event.value.finish_reason == "error":
+                raise server_error("the grammar of the request exceeds the limits of its parser")
             missing -= isinstance(event.value, Result)
             yield event
 

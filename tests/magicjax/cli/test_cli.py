@@ -18,7 +18,7 @@ import models
 from magicjax import loading
 from magicjax.cli import main, text
 from magicjax.decoding.text_stream import TextStream
-from magicjax.grammars.vocabulary import bytes_of_byte_level
+from magicjax.decoding.token_bytes import bytes_of_byte_level
 from magicjax.parallel import offloading
 from magicjax.verification.logprobs import LogProbs
 from pallas_kernels import choose_backend

@@ -83,7 +83,7 @@ def test_the_start_says_what_takes_how_long(directory, run, monkeypatch):
         return 0
 
     monkeypatch.setattr(server_run, "run", stop)
-    plain = "--drafter", "none", "--greedy", "--grammar-states", 0, "--slots", 1
+    plain = "--drafter", "none", "--greedy", "--slots", 1
     options = *plain, "--dtype", "float32", "--capacity", 64, "--port", 0
     code, _, errors = run("serve", "--target", directory, *options)
     loading, loaded, warm, ready = errors.splitlines()

@@ -43,7 +43,7 @@ def spaced(target) -> list[int]:
 
 def engine_texts(target, params) -> list[str]:
     config = magicjax.EngineConfig(
-        slots=2, capacity=64, max_tokens=32, logits_processors=True, grammar_states=64
+        slots=2, capacity=64, max_tokens=32, logits_processors=True, grammars=True
     )
     engine = magicjax.Engine(target, **DRAFTED, config=config)
     handles = [engine.submit(prompt, params) for prompt in PROMPTS]

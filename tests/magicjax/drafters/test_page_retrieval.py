@@ -65,7 +65,7 @@ def test_a_round_without_a_draft_leaves_the_choice_to_the_next_one():
     before = jax.tree.map(np.array, (state.drafter.pages, state.drafter.wait))
     settings = request.settings.with_tree(ROOT_ONLY)
     settings = dataclasses.replace(settings, shape=request.settings.shape)
-    after = jax.jit(lambda *a: decoding_loop.step(settings, *a))(request.target, own, state, None)
+    after = jax.jit(lambda *a: decoding_loop.step(settings, *a))(request.target, own, state)
     np.testing.assert_array_equal(after.cache.lengths, np.asarray(state.cache.lengths) + 1)
     for old, new in zip(before[0], after.drafter.pages, strict=True):
         np.testing.assert_array_equal(old, new)

@@ -197,7 +197,7 @@ INVALID_CONFIGS = {
     "slots": (dict(slots=0), ValueError, "slots=0: it must be at least 1"),
     "a text as slots": (dict(slots="2"), TypeError, "slots='2': it must be a whole number"),
     "no capacity": (dict(capacity=1), ValueError, "capacity=1: it must be at least 2"),
-    "grammars": (dict(grammar_states=-1), ValueError, "grammar_states=-1: it must be at least 0"),
+    "grammars": (dict(grammars=1), TypeError, "grammars=1: it must be True or False"),
     "logprobs": (dict(logprobs=21), ValueError, "logprobs=21: it must be at most 20"),
     "vLLM's capacity": (dict(max_model_len=64), TypeError, r"EngineConfig: use capacity=\.\.\.$"),
     "a number as a flag": (dict(sampling=1), TypeError, "sampling=1: it must be True or False"),

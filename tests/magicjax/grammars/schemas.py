@@ -1,16 +1,12 @@
-"""Random JSON schemas, the texts of their automata, and an oracle: the package `jsonschema`."""
+"""Random JSON schemas, and an oracle: the package `jsonschema`."""
 
 import functools
 import itertools
 import json
-import random
 from typing import Any
 
 import jsonschema
-import numpy as np
 from hypothesis import strategies
-
-from magicjax.grammars.grammar import Grammar, byte_automaton
 
 NAMES = ("a", "b", "c")
 SMALL = [None, True, False, -1, 0, 1, 2, "", "a", "b"]  # the scalars of small schemas
@@ -31,66 +27,6 @@ def _validator(text: str) -> Any:
     schema, newest = json.loads(text), jsonschema.Draft202012Validator
     validator = jsonschema.validators.validator_for(schema, newest)
     return validator(schema, format_checker=newest.FORMAT_CHECKER)
-
-
-def texts(grammar: Grammar, count: int = 40, length: int = 80, seed: int = 0) -> list[str]:
-    """Returns texts of random walks through an automaton, which end soon after `length` bytes.
-
-    They prefer quotes, brackets and other special characters to letters.
-    """
-    automaton, rng, found = byte_automaton(grammar), random.Random(seed), []
-    left = _bytes_left(grammar)
-    for _ in range(count):
-        state, text = 0, bytearray()
-        while not (automaton.final[state] and (len(text) >= length or rng.random() < 0.3)):
-            allowed = (automaton.next[state] >= 0).nonzero()[0].tolist()
-            if not allowed:
-                break
-            if len(text) >= length:
-                allowed = [min(allowed, key=lambda byte: left[automaton.next[state, byte]])]
-            special = [byte for byte in allowed if byte in b'"\\}]@.']
-            byte = rng.choice(special if special and rng.random() < 0.5 else allowed)
-            state = automaton.next[state, byte]
-            text.append(byte)
-        assert automaton.final[state]
-        found.append(text.decode())
-    return found
-
-
-def _bytes_left(grammar: Grammar) -> np.ndarray:
-    """Returns the fewest bytes from each state to the end of a text."""
-    automaton = byte_automaton(grammar)
-    left = np.where(automaton.final, 0, 2**20)
-    while True:
-        after = np.where(automaton.next < 0, 2**20, left[automaton.next]).min(axis=1)
-        closer = np.minimum(left, after + 1)
-        if (closer == left).all():
-            return left
-        left = closer
-
-
-def accepts(grammar: Grammar, text: str) -> bool:
-    """Returns whether a grammar has a text."""
-    automaton, state = byte_automaton(grammar), 0
-    for byte in text.encode():
-        state = automaton.next[state, byte]
-        if state < 0:
-            return False
-    return bool(automaton.final[state])
-
-
-def language(grammar: Grammar, most: int = 10_000) -> set[str]:
-    """Returns all texts of a grammar that have no blanks between tokens of JSON."""
-    automaton, found, open_ = byte_automaton(grammar), set(), [(0, b"")]
-    while open_:
-        state, text = open_.pop()
-        if automaton.final[state]:
-            found.add(text.decode())
-        for byte in (automaton.next[state] >= 0).nonzero()[0].tolist():
-            if byte != ord(" "):
-                open_.append((automaton.next[state, byte], text + bytes([byte])))
-        assert len(open_) + len(found) < most
-    return found
 
 
 @functools.cache

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import magicjax
+from magicjax.decoding import runner
 from magicjax.grammars import masking
-from magicjax.grammars.arena import rows_of
+from magicjax.grammars.matcher import ALL, Matcher, tree_masks
 from tests.magicjax import enumeration, oracle
 from tests.magicjax.decoding import test_joint
 from tests.magicjax.enumeration import World
@@ -34,16 +35,16 @@ def target(vocab: int = len(TEXTS)) -> magicjax.Model:
 
 
 @functools.cache
-def tables(vocab: int):
-    """Returns one row of the grammar and the table, for the first tokens."""
+def matcher(vocab: int) -> Matcher:
+    """Returns the matcher of an empty text of the first tokens."""
     config = dataclasses.replace(target(vocab).config, vocab_size=vocab)
     model = dataclasses.replace(target(vocab), module=target(vocab).module.clone(config=config))
-    return rows_of(model, [magicjax.Grammar.regex(PATTERN)], (0,))
+    return Matcher(model, magicjax.Grammar.regex(PATTERN), (0,))
 
 
 @dataclasses.dataclass(frozen=True)
 class Constrained(World):
-    """A target whose logits are masked by the oracle, and in the loop by the automaton.
+    """A target whose logits are masked by the oracle, and in the rounds by the matcher.
 
     Attributes:
       only_root: the wrong rule.
@@ -60,15 +61,11 @@ class Constrained(World):
         return np.asarray(enumeration._warp(self.sampling(1), jnp.asarray(logits)[None])[0], float)
 
     def masked(self, logits, proposal):
-        row, transitions = tables(self.vocab)
-        count = len(logits)
-        rows = masking.GrammarRows(
-            np.repeat(row.state, count), np.repeat(row.classes, count, axis=0)
-        )
-        depth = proposal.tokens.shape[1] - 1
-        transitions = jnp.asarray(transitions)
-        states = masking.node_states(transitions, rows, proposal.tokens, proposal.parents, depth)
-        found = np.array(masking.mask(transitions, rows, states, jnp.asarray(logits)))
+        tokens = np.asarray(proposal.tokens)
+        parents = np.broadcast_to(proposal.parents, tokens.shape)
+        matchers = [matcher(self.vocab)] * len(logits)
+        allowed = tree_masks(matchers, tokens, parents, self.vocab)
+        found = np.array(masking.mask(jnp.asarray(logits), jnp.asarray(allowed), self.vocab))
         return np.concatenate([found[:, :1], logits[:, 1:]], 1) if self.only_root else found
 
 
@@ -143,12 +140,12 @@ def test_texts_of_the_loop_have_the_constrained_distribution(case):
 
 @pytest.mark.slow
 def test_a_mask_of_the_root_only_in_the_loop_is_detected(monkeypatch):
-    whole = masking.mask
+    whole = runner.tree_masks
 
-    def only_root(transitions, rows, states, logits, axis_names=()):
-        masked = whole(transitions, rows, states, logits, axis_names)
-        return jnp.concatenate([masked[:, :1], logits[:, 1:]], 1)
+    def only_root(*arguments):
+        masks = whole(*arguments)
+        masks[:, 1:] = ALL
+        return masks
 
-    monkeypatch.setattr(masking, "mask", only_root)
-    monkeypatch.setattr(test_joint, "ROWS", 2_000)  # another program than the right one
+    monkeypatch.setattr(runner, "tree_masks", only_root)
     assert p_value("small, 2,2", 1, test_joint.PLAIN, magicjax.Grammar.regex(PATTERN)) == 0

@@ -1,15 +1,15 @@
 """Greedy texts under a grammar are those of plain decoding with masked logits."""
 
-import dataclasses
 import functools
 
+import jax
 import numpy as np
 import pytest
 
 import magicjax
 from magicjax.decoding import program_cache, runner
 from magicjax.decoding.preparation import place
-from magicjax.grammars import masking
+from magicjax.grammars import matcher
 from tests.magicjax import keywords, mesh_cases, oracle, scripted, tiny
 from tests.magicjax.decoding import test_compiled
 from tests.magicjax.drafters import test_scripted
@@ -158,13 +158,18 @@ def test_a_mesh_gives_the_texts_of_one_device(eight, sampled):
 
 
 @test_compiled.pytestmark
-def test_the_loop_copies_neither_caches_nor_the_table():
-    request = test_compiled.request_of("self_tree")
-    rows = masking.GrammarRows(np.zeros(2, np.int32), np.zeros((2, tiny.VOCAB), np.int32))
-    table = np.zeros(5_000_003, np.int32)
-    request = place(dataclasses.replace(request, grammar=rows, transitions=table))
+def test_the_programs_of_a_round_copy_no_caches():
+    request = place(test_compiled.request_of("self_tree"))
     state = runner.state_shapes(request)
-    program = runner.compile_loop(request, request.settings, state)
-    sizes = test_compiled.sizes_of(request, state) | {"table": table.size}
-    assert test_compiled.moved_caches(program, sizes) == {}
-    assert program.memory_analysis().temp_size_in_bytes < table.nbytes
+    sizes, arguments = test_compiled.sizes_of(request, state), request.loop_arguments(state)
+    settings, shapes = request.settings, program_cache.result_shapes
+    (tokens, _), proposed = shapes("propose", settings, arguments)
+    scored = shapes("score", settings, (*arguments, proposed))
+    words = jax.ShapeDtypeStruct((*tokens.shape, matcher.words(tiny.VOCAB)), np.uint32)
+    for name, more in (
+        ("propose", ()),
+        ("score", (proposed,)),
+        ("verify", (proposed, scored, words)),
+    ):
+        program = program_cache.program(name, settings, *arguments, *more)
+        assert test_compiled.moved_caches(program, sizes) == {}, name

@@ -1,4 +1,4 @@
-"""Requests of an engine have grammars of their own, whose tables come and go."""
+"""Requests of an engine have grammars of their own."""
 
 import functools
 
@@ -7,9 +7,7 @@ import pytest
 
 import magicjax
 from magicjax.decoding import program_cache
-from magicjax.engine import submission
-from magicjax.grammars.arena import CLASSES
-from tests.magicjax import tiny
+from magicjax.grammars.matcher import Matcher
 from tests.magicjax.engine import engines
 from tests.magicjax.grammars import spelled
 from tests.magicjax.grammars.test_constrained_texts import ENDING, PATTERN
@@ -29,7 +27,7 @@ def expected(index: int, pattern: str | None) -> np.ndarray:
 def make(name: str = "small", mesh=None, **options) -> magicjax.Engine:
     drafter, tree = engines.DRAFTERS[name]
     defaults = dict(slots=3, capacity=64, max_tokens=LIMIT, prefill_chunk=16)
-    defaults |= dict(rounds_per_step=2, grammar_states=64)
+    defaults |= dict(rounds_per_step=2, grammars=True)
     config = magicjax.EngineConfig(**defaults | options)
     return magicjax.Engine(spelled.target(), drafter, tree, config, mesh=mesh)
 
@@ -40,20 +38,9 @@ def submit(engine, index: int, pattern: str | None, **options):
     return engine.submit(engines.prompts()[index].tolist(), params)
 
 
-def states_of(pattern: str) -> int:
-    """Returns how much of `grammar_states` a pattern takes, besides the rows without a grammar."""
-    grammar = submission.automaton_of(
-        spelled.target(), magicjax.Grammar.regex(pattern), (tiny.NEVER,)
-    )
-    return grammar.next.size / CLASSES
-
-
 @pytest.mark.parametrize("name", quick(["plain", "small", "dynamic", "snapkv"], "plain"))
 def test_requests_with_and_without_grammars_get_their_texts_alone(name):
-    """The table holds one or two of the grammars at a time; the others wait."""
-    largest = max(states_of(pattern) for pattern in PATTERNS if pattern)
-    engine = make(name, grammar_states=int(largest) + 2)
-    assert sum(states_of(pattern) for pattern in PATTERNS if pattern) > largest + 2
+    engine = make(name)
     engine.warm_up()
     compiled, rng, handles = program_cache.totals(), np.random.default_rng(2), []
     while len(handles) < 24 or engine.unfinished:
@@ -74,7 +61,6 @@ def test_requests_with_and_without_grammars_get_their_texts_alone(name):
         np.testing.assert_array_equal(result.tokens, whole)
     reasons = [handle.result().finish_reason for handle, *_ in handles]
     assert {"eos", "length"} <= {*reasons}
-    assert all(found.users == 0 for found in engine._arena._ranges.values())
 
 
 @pytest.mark.slow
@@ -113,14 +99,25 @@ def test_an_engine_on_a_mesh_gives_the_texts_of_one_device(eight):
 def test_wrong_grammars_are_errors_at_submit():
     engine = make("plain")
     before = program_cache.totals()
-    with pytest.raises(ValueError, match="create the engine with grammar_states"):
-        submit(make("plain", grammar_states=0), 0, PATTERN)
-    with pytest.raises(ValueError, match=r"take \d+ of the engine's grammar_states=1: .* least"):
-        submit(make("plain", grammar_states=1), 0, "([a-e]x|[f-z]y){30}")
+    with pytest.raises(ValueError, match="create the engine with grammars=True"):
+        submit(make("plain", grammars=False), 0, PATTERN)
     with pytest.raises(ValueError, match="has no EOS token"):
         submit(make("plain", eos_token_id=[]), 0, PATTERN)
     with pytest.raises(ValueError, match="has none"):
         params = magicjax.SamplingParams(grammar=magicjax.Grammar.regex("a"), max_tokens=None)
-        engines.engine("plain", grammar_states=8).submit([1, 2], params)
+        engines.engine("plain", grammars=True).submit([1, 2], params)
     assert program_cache.totals() == before
     assert not engine.unfinished
+
+
+def test_a_grammar_that_cannot_be_followed_ends_its_request_alone(monkeypatch):
+    engine, limit = make("plain"), 3
+    monkeypatch.setattr(Matcher, "error", property(lambda self: "x" * (self.length > limit)))
+    handles = [submit(engine, 0, PATTERN), submit(engine, 1, None)]
+    engine.run()
+    found = handles[0].result()
+    assert found.finish_reason == "error" and len(found.tokens) <= limit + 2
+    np.testing.assert_array_equal(handles[1].result().tokens, expected(1, None))
+    with pytest.raises(RuntimeError, match="row 0: the grammar cannot be followed"):
+        params = magicjax.SamplingParams(grammar=magicjax.Grammar.regex(PATTERN), max_tokens=9)
+        magicjax.generate(spelled.target(), [engines.prompts()[0].tolist()], params)

@@ -41,7 +41,7 @@ def target_of(directory) -> magicjax.Model:
 
 def make_engine(target: magicjax.Model, **options) -> magicjax.Engine:
     defaults = dict(slots=SLOTS, capacity=256, max_tokens=128, queue_limit=QUEUE)
-    defaults |= dict(sampling=True, logprobs=3, rounds_per_step=2, grammar_states=512)
+    defaults |= dict(sampling=True, logprobs=3, rounds_per_step=2, grammars=True)
     defaults |= dict(logits_processors=True)
     config = magicjax.EngineConfig(**defaults | options)
     return magicjax.Engine(target, magicjax.PromptLookup(), magicjax.chain(4), config)

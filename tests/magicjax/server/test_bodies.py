@@ -28,7 +28,7 @@ CONFIG = EngineConfig(
     queue_limit=8,
     logprobs=3,
     sampling=True,
-    grammar_states=64,
+    grammars=True,
     logits_processors=True,
     eos_token_id=(0,),
 )

@@ -5,14 +5,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from magicjax import EngineConfig, Grammar, SamplingParams
+from magicjax import EngineConfig, SamplingParams
 from magicjax.engine import submission
 from magicjax.server.errors import ApiError, refused
 
-CONFIG = EngineConfig(capacity=64, max_tokens=32, grammar_states=1, eos_token_id=(0,))
+CONFIG = EngineConfig(capacity=64, max_tokens=32, eos_token_id=(0,))
 ROW = SimpleNamespace(target=None, eos=np.zeros(1, np.int32))
 TEMPLATES = SimpleNamespace(config=CONFIG, capacity=64, row=ROW)
-AUTOMATON = SimpleNamespace(next=np.zeros((300, 2)))
 
 
 def sample() -> None:
@@ -29,10 +28,6 @@ def prompt() -> None:
 
 def prompt_and_new_tokens() -> None:
     submission._limit(TEMPLATES, 60, 5)
-
-
-def grammar() -> None:
-    submission._automaton(TEMPLATES, SamplingParams(grammar=Grammar.regex("a")))
 
 
 @pytest.mark.parametrize(
@@ -53,14 +48,9 @@ def grammar() -> None:
             "exceeds --capacity 64: use at most 4 new tokens, omit the limit for",
         ),
         (prompt_and_new_tokens, "or start the server with a larger --capacity"),
-        (
-            grammar,
-            "of the server's --grammar-states 1: start the server with --grammar-states 3, or",
-        ),
     ],
 )
-def test_errors_name_options_of_the_server(fail, text, monkeypatch):
-    monkeypatch.setattr(submission, "automaton_of", lambda *_: AUTOMATON)
+def test_errors_name_options_of_the_server(fail, text):
     error = answer(fail)
     assert error.status == 400 and text in error.message and "engine" not in error.message
 

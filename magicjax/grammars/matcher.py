@@ -1,0 +1,161 @@
+"""The state of texts under their grammars, on the host: which tokens may follow, at every node."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int, UInt32
+
+from magicjax.grammars.grammar import Grammar, library, limits, one_line
+from magicjax.grammars.masking import WORD
+
+ALL = np.uint32(2**32 - 1)
+
+
+def check(target: Any, eos: Sequence[int]) -> None:
+    """Raises ValueError unless texts of a model can have a grammar.
+
+    Args:
+      target: a model.
+      eos: the tokens that end a text.
+    """
+    if target.tokenizer is None:
+        raise ValueError(
+            f"a grammar requires a tokenizer, and the target {target.name!r} has none: load one "
+            "with a tokenizer"
+        )
+    if not any(0 <= token < target.config.vocab_size for token in eos):
+        raise ValueError(
+            f"a grammar ends a text with EOS, and the target {target.name!r} has no EOS token: "
+            "pass eos_token_id"
+        )
+
+
+class Matcher:
+    """One text under a grammar."""
+
+    def __init__(self, target: Any, grammar: Grammar, ends: Sequence[int]):
+        """Starts an empty text.
+
+        Args:
+          target: a model.
+          grammar: of the text.
+          ends: the tokens that end it, where the grammar allows the end; EOS first.
+
+        Raises:
+          ValueError: a model without tokenizer or EOS, or a grammar that is not supported.
+        """
+        check(target, ends)
+        size = target.config.vocab_size
+        self._ends = [token for token in ends if 0 <= token < size]
+        self._words, self._bits = np.divmod(np.array(self._ends), WORD)
+        tokenizer = tokenizer_of(target.tokenizer, self._ends[0], size)
+        self._matcher = library().LLMatcher(tokenizer, grammar.text, log_level=0, limits=limits())
+        self.length = 0  # tokens so far
+        if self.error:
+            raise ValueError(f"the grammar is not supported: {self.error}")
+
+    @property
+    def error(self) -> str:
+        """Why the grammar cannot be followed any more, such as too many states; "" if it can."""
+        return one_line(self._matcher.get_error()) if self._matcher.is_error() else ""
+
+    def push(self, tokens: Sequence[int]) -> None:
+        """Adds new tokens of the text; one that ends it is the last."""
+        self.length += len(tokens)
+        if tokens and tokens[-1] in self._ends:
+            tokens = tokens[:-1]
+        if tokens:
+            self._matcher.consume_tokens(tokens)
+
+    def fill(self, allowed: UInt32[np.ndarray, "W"]) -> None:
+        """Writes the mask of the next token."""
+        self._matcher.unsafe_compute_mask_ptr(allowed.ctypes.data, allowed.nbytes)
+        first = allowed[self._words[0]] >> np.uint32(self._bits[0]) & np.uint32(1)
+        for word, bit in zip(self._words[1:], self._bits[1:], strict=True):
+            allowed[word] |= first << np.uint32(bit)
+
+    def fill_tree(
+        self,
+        tokens: Sequence[int],
+        children: Sequence[Sequence[int]],
+        allowed: UInt32[np.ndarray, "N W"],
+        node: int = 0,
+    ) -> None:
+        """Writes the masks after a node and those below, as far as the grammar allows them.
+
+        Args:
+          tokens: of all nodes.
+          children: of each node.
+          allowed: of all nodes; those that the grammar does not allow are left as they are.
+          node: its token is the last one of the text.
+        """
+        self.fill(allowed[node])
+        for child in children[node]:
+            token = tokens[child]
+            if token in self._ends or not self._matcher.try_consume_tokens([token]):
+                continue
+            self.fill_tree(tokens, children, allowed, child)
+            self._matcher.rollback(1)
+
+
+def first_masks(matchers: Sequence[Matcher | None], vocab_size: int) -> UInt32[np.ndarray, "B W"]:
+    """Returns the masks of the first tokens of rows; None for rows without a grammar."""
+    allowed = np.full((len(matchers), words(vocab_size)), ALL)
+    for row, matcher in zip(allowed, matchers, strict=True):
+        if matcher is not None:
+            matcher.fill(row)
+    return allowed
+
+
+def tree_masks(
+    matchers: Sequence[Matcher | None],
+    tokens: Int[np.ndarray, "B N"],
+    parents: Int[np.ndarray, "B N"],
+    vocab_size: int,
+) -> UInt32[np.ndarray, "B N W"]:
+    """Returns the masks of all nodes of the rows' trees.
+
+    Args:
+      matchers: of the rows, after their roots; None for rows that have ended or have no grammar.
+      tokens: of the nodes; below 0 for none.
+      parents: of the nodes; below 0 for the root and padding.
+      vocab_size: V.
+    """
+    allowed = np.full((*tokens.shape, words(vocab_size)), ALL)
+    for i, matcher in enumerate(matchers):
+        if matcher is None:
+            continue
+        children: list[list[int]] = [[] for _ in range(tokens.shape[1])]
+        for node, parent in enumerate(parents[i].tolist()):
+            if node and parent >= 0 and tokens[i, node] >= 0:
+                children[parent].append(node)
+        matcher.fill_tree(tokens[i].tolist(), children, allowed[i])
+    return allowed
+
+
+def words(vocab_size: int) -> int:
+    """Returns W, the words of a mask."""
+    return -(-vocab_size // WORD)
+
+
+@functools.lru_cache(maxsize=4)
+def tokenizer_of(tokenizer: Any, eos: int, vocab_size: int) -> Any:
+    """Returns the tokens of a fast tokenizer of transformers for llguidance; takes about a second.
+
+    Raises:
+      ValueError: a tokenizer without bytes of its tokens.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError("a grammar requires a fast tokenizer, which has a tokenizer.json")
+    from llguidance.hf import from_tokenizer
+
+    try:
+        return from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos)
+    except ValueError as error:
+        raise ValueError(
+            "a grammar requires a tokenizer with a byte-level or byte-fallback decoder: "
+            f"{one_line(str(error))}"
+        ) from error
