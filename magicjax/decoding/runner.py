@@ -17,7 +17,7 @@ from magicjax.decoding.request import Request
 from magicjax.decoding.stats import Stats, acceptance
 from magicjax.decoding.text_stream import TextStream
 from magicjax.drafters.base import Previous
-from magicjax.grammars.matcher import Matcher, tree_masks
+from magicjax.grammars.matcher import Matcher, forced_tokens, tree_masks
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.settings import PrefillSettings, Settings, StatsSpec
 from magicjax.verification.logprobs import LogProbs
@@ -189,24 +189,41 @@ def run_grammar_rounds(
         return programs[name](*arguments)
 
     with memory.explained(request):
+        live, ended = _push(matchers, state)
         while ran < rounds:
+            before, rows = ended, state.ended.sharding
+
+            def forced(count: int, live=live, rows=rows) -> jax.Array:
+                return global_arrays.put(forced_tokens(live, count), rows)
+
+            if request.drafter is not None:
+                drafter = request.drafter.with_forced(state.drafter, forced)
+                state = dataclasses.replace(state, drafter=drafter)
             arguments = request.loop_arguments(state)
             nodes, proposed = call("propose", *arguments)
             scored = call("score", *arguments, proposed)
-            before = state.emitted, state.output, state.ended
-            (emitted, output, ended), (tokens, parents) = global_arrays.fetch((before, nodes))
-            live = [None if end else one for end, one in zip(ended, matchers, strict=True)]
-            for i, matcher in enumerate(live):
-                if matcher is not None:
-                    matcher.push(output[i, matcher.length : emitted[i]].tolist())
-            allowed = tree_masks(live, tokens, parents, vocab_size)
-            masks = global_arrays.put(allowed, state.ended.sharding)
-            state = call("verify", *arguments, proposed, scored, masks)
+            tokens, parents = global_arrays.fetch(nodes)
+            allowed = global_arrays.put(tree_masks(live, tokens, parents, vocab_size), rows)
+            state = call("verify", *arguments, proposed, scored, allowed)
+            live, ended = _push(matchers, state)
             ran += 1
-            if (global_arrays.fetch(state.ended) != ended).any():
+            if (ended != before).any():
                 break
-    jax.block_until_ready(state)
     return state, time.perf_counter() - begin, ran
+
+
+def _push(
+    matchers: Sequence[Matcher | None], state: DecodeState
+) -> tuple[list[Matcher | None], Bool[np.ndarray, "B"]]:
+    """Adds the new tokens of each row to its matcher.
+
+    Returns (the matchers of rows that have not ended, which rows have).
+    """
+    emitted, output, ended = global_arrays.fetch((state.emitted, state.output, state.ended))
+    for i, matcher in enumerate(matchers):
+        if matcher is not None:
+            matcher.push(output[i, matcher.length : emitted[i]].tolist())
+    return [None if end else one for end, one in zip(ended, matchers, strict=True)], ended
 
 
 def matchers_of(request: Request) -> list[Matcher | None]:

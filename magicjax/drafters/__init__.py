@@ -4,6 +4,7 @@ from magicjax.drafters.base import Drafter, Previous, RoundOutcome
 from magicjax.drafters.cascade import Cascade
 from magicjax.drafters.eagle import Eagle
 from magicjax.drafters.ensemble import Ensemble
+from magicjax.drafters.forced_tokens import ForcedTokens
 from magicjax.drafters.full_cache_speculation import FullCacheSpeculation
 from magicjax.drafters.page_retrieval import PageRetrieval
 from magicjax.drafters.prompt_lookup import PromptLookup
@@ -20,6 +21,7 @@ __all__ = [
     "Draws",
     "Eagle",
     "Ensemble",
+    "ForcedTokens",
     "FullCacheSpeculation",
     "PageRetrieval",
     "Previous",

@@ -1,6 +1,7 @@
 """The contract between a drafter and the decoding loop."""
 
 import abc
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -222,6 +223,18 @@ class Drafter(abc.ABC):
     def extract(self, state: Any, slot: Int[Array, ""]) -> Any:
         """Returns its state of one row, as `insert` takes it and `prefill` continues it."""
         return extract_row(state, slot)
+
+    def with_forced(self, state: Any, forced: Callable[[int], Int[Array, "B D"]]) -> Any:
+        """Returns its state with the tokens that the rows' grammars force next.
+
+        It runs on the host before each round in which a row has a grammar. By default they are not
+        used.
+
+        Args:
+          state: its own, of all rows.
+          forced: of D, the first D of these tokens, int32 [B, D]; -1 for none.
+        """
+        return state
 
     def simulated(self, state: Any) -> Int[Array, "B A"] | None:
         """Returns how many simulated rounds of each row accepted 0, 1, … A - 1 tokens.

@@ -170,6 +170,10 @@ class Ensemble(Drafter):
         members = zip(self.drafters, state, strict=True)
         return tuple(drafter.extract(own, slot) for drafter, own in members)
 
+    def with_forced(self, state, forced) -> tuple[Any, ...]:
+        members = zip(self.drafters, state, strict=True)
+        return tuple(drafter.with_forced(own, forced) for drafter, own in members)
+
     @property
     def takes_partial_batch(self) -> bool:
         return all(drafter.takes_partial_batch for drafter in self.drafters)

@@ -21,6 +21,7 @@ from magicjax.drafters.base import REQUIRED, Drafter
 from magicjax.drafters.cascade import Cascade
 from magicjax.drafters.eagle import Eagle
 from magicjax.drafters.ensemble import Ensemble
+from magicjax.drafters.forced_tokens import ForcedTokens
 from magicjax.drafters.full_cache_speculation import FullCacheSpeculation
 from magicjax.drafters.page_retrieval import PageRetrieval
 from magicjax.drafters.prompt_lookup import PromptLookup
@@ -41,6 +42,7 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "eagle": Eagle,
     "prompt-lookup": PromptLookup,
     "suffix": SuffixLookup,
+    "forced": ForcedTokens,
 }
 GROUP = "magicjax.drafters"  # of entry points
 LOAD_OPTIONS = ("weights", "draft_vocab")  # options with which a drafter's model is loaded
@@ -49,7 +51,7 @@ DRAFTER_SYNTAX = (
     "full:weights=int8 (a quantized copy), full:layers=0-9,20-29 (some of its layers), "
     "small:PATH (a model directory, GGUF file or preset), small:PATH:streaming:256, eagle:PATH (an "
     "EAGLE-3 head), prompt-lookup:4 (how many of the newest tokens to look for), suffix:8 (the "
-    "same, also in other texts), the name of an "
+    "same, also in other texts), forced (the tokens that a grammar forces), the name of an "
     "installed drafter, or an import path, my_file.MyDrafter; options as "
     "self:snapkv:256:refresh_every=8; a cascade as 'prompt-lookup:4 -> self:streaming:256'"
 )

@@ -76,6 +76,12 @@ class Matcher:
         for word, bit in zip(self._words[1:], self._bits[1:], strict=True):
             allowed[word] |= first << np.uint32(bit)
 
+    def forced(self) -> list[int]:
+        """Returns the tokens of the text that the grammar forces next."""
+        if not self._matcher.compute_ff_bytes():  # also prepares what follows
+            return []
+        return self._matcher.compute_ff_tokens()
+
     def fill_tree(
         self,
         tokens: Sequence[int],
@@ -98,6 +104,18 @@ class Matcher:
                 continue
             self.fill_tree(tokens, children, allowed, child)
             self._matcher.rollback(1)
+
+
+def forced_tokens(matchers: Sequence[Matcher | None], count: int) -> Int[np.ndarray, "B D"]:
+    """Returns the first tokens, at most `count`, of the text that each grammar forces next.
+
+    They are the tokenizer's own tokens of that text; -1 where there are fewer.
+    """
+    forced = np.full((len(matchers), count), -1, np.int32)
+    for row, matcher in zip(forced, matchers, strict=True):
+        tokens = [] if matcher is None else matcher.forced()[:count]
+        row[: len(tokens)] = tokens
+    return forced
 
 
 def first_masks(matchers: Sequence[Matcher | None], vocab_size: int) -> UInt32[np.ndarray, "B W"]:

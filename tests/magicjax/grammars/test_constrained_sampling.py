@@ -119,6 +119,12 @@ CASES = {
     "prompt lookup": (magicjax.PromptLookup(), test_joint.BRANCHES, {}),
     "self": (test_joint.self_speculation(), test_joint.IRREGULAR, {}),
     "ensemble": (test_joint.ensemble(), test_joint.PAIRS, {}),
+    "forced": (magicjax.ForcedTokens(), test_joint.CHAIN, {}),
+    "forced and a small one": (
+        magicjax.Ensemble([magicjax.ForcedTokens(), test_joint.small(1)]),
+        test_joint.CHAIN,
+        {},
+    ),
 }
 
 

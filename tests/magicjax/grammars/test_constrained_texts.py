@@ -20,6 +20,7 @@ from tests.quick import quick
 # Tokens span the parts of a repetition, and texts of the second one can end.
 PATTERN = "([a-e]{1,3}[f-mab][xyz]?)+"
 ENDING = "(ab|[c-h]x?){3,7}z"
+FORCING = "((ab|c)nopqrs)+"
 LIMIT = 16
 
 
@@ -61,6 +62,19 @@ def test_the_text_is_that_of_masked_plain_decoding(case, tally):
         np.testing.assert_array_equal(row, wanted)
     if kind is not None:
         assert output.stats.accepted
+
+
+@pytest.mark.parametrize("other", [None, "near"])
+def test_tokens_that_the_grammar_forces_are_drafts(other):
+    drafter = magicjax.ForcedTokens()
+    if other is not None:
+        drafter = magicjax.Ensemble([drafter, tiny.drafter(other)])
+    output = generate(drafter, tiny.TREES["chain4"], FORCING)
+    for wanted, row in zip(expected(FORCING), tiny.rows_of(output), strict=True):
+        np.testing.assert_array_equal(row, wanted)
+    assert output.stats.accepted
+    without = generate(drafter, tiny.TREES["chain4"], "[a-z]*") if other is None else None
+    assert without is None or not without.stats.accepted
 
 
 def test_rows_have_grammars_of_their_own_and_end_where_only_eos_is_allowed():

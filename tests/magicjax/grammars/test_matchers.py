@@ -17,7 +17,7 @@ from tests.magicjax import small_tokenizers, tiny
 from tests.magicjax.grammars import spelled, walks
 
 TEXTS = (spelled.END, "a", "b", "ab", "bb", "c", "ca")
-PATTERNS = ("a*", "(ab|a?c)+b*", "a{2,3}|b", "", "(a|b)*c(a|bb)", "[^a]b|c\\wa?")
+PATTERNS = ("abcab(a|b)*", "a*", "(ab|a?c)+b*", "a{2,3}|b", "", "(a|b)*c(a|bb)", "[^a]b|c\\wa?")
 
 
 def target_of(texts, ends=(0,), vocab: int = 0) -> magicjax.Model:
@@ -59,6 +59,8 @@ def test_the_masks_of_a_tree_are_those_of_its_paths(data):
     below = [data.draw(st.integers(-1, n - 1)) for n in range(1, count)]
     parents = np.array([-1, *below])[None]
     matcher = Matcher(target, Grammar.regex(pattern), (0,))
+    if data.draw(st.booleans()):
+        matcher.forced()  # changes no mask
     found = tree_masks([matcher], tokens, parents, vocab)[0]
     for node in range(count):
         path = []
