@@ -10,6 +10,7 @@ import pytest
 
 import models
 from tests.magicjax import mesh_cases
+from tests.magicjax.grammars import test_constrained_texts
 from tests.quick import quick
 from tests.two_processes import Two, free_port
 
@@ -30,6 +31,13 @@ def two():
 def test_two_processes_give_the_text_of_one(two, record_property, case, axis):
     mesh = ACROSS[axis]
     mesh_cases.check(two, record_property, case=case, mesh=mesh, shards=None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ACROSS)
+def test_each_process_computes_the_masks_of_grammars(two, axis):
+    found = two(test_constrained_texts.on_a_mesh, mesh=ACROSS[axis], drafter=True)
+    assert found == test_constrained_texts.on_a_mesh([], drafter=False)
 
 
 @pytest.mark.slow
