@@ -131,15 +131,16 @@ def _check_padding(target: Model, rows: Mapping[int, Int[np.ndarray, "T"]]) -> N
     pad = target.pad_token_id
     if pad is None or pad in target.eos_token_ids or len({*map(len, rows.values())}) != 1:
         return
+    padded = [i for i, row in rows.items() if pad in (row[0], row[-1])]
+    if not 0 < len(padded) < len(rows):  # LLaMA-1's pad token is -1, in no row
+        return
     has_backend = getattr(target.tokenizer, "backend_tokenizer", None) is not None
     if has_backend and token_texts(target.tokenizer)(pad).encoded:
         return
-    padded = [i for i, row in rows.items() if pad in (row[0], row[-1])]
-    if padded and len(padded) < len(rows):
-        raise ValueError(
-            f"prompt {padded[0]} begins or ends with the pad token {pad}: pass what the "
-            "tokenizer returned, with its attention_mask, or the ids without padding"
-        )
+    raise ValueError(
+        f"prompt {padded[0]} begins or ends with the pad token {pad}: pass what the tokenizer "
+        "returned, with its attention_mask, or the ids without padding"
+    )
 
 
 def _encoded(encoding: Mapping[str, Any]) -> list[Any]:

@@ -146,6 +146,14 @@ def test_texts_are_not_padded():
                 validate(padding, ids)
 
 
+@pytest.mark.parametrize("pad", [-1, 2**32])
+def test_a_pad_token_outside_of_the_vocabulary_is_in_no_prompt(pad):
+    """LLaMA-1's config has -1."""
+    tokenizer = small_tokenizers.make("byte-level")
+    target = dataclasses.replace(tiny.model(), tokenizer=tokenizer, pad_token_id=pad)
+    assert len(validate(target, [[1, 2], [3, 4]]).prompts) == 2
+
+
 def test_messages_are_rendered_with_the_chat_template():
     target = dataclasses.replace(tiny.model(), tokenizer=ChatTokenizer())
     messages = [{"role": "user", "content": [7]}]
