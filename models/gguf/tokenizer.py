@@ -147,13 +147,13 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, An
             "supported: load the model's Hugging Face directory"
         )
     tokens: list[str] = _need(metadata, "tokens")
-    if len(vocab := {token: i for i, token in enumerate(tokens)}) < len(tokens):
-        first = next(i for i, token in enumerate(tokens) if vocab[token] != i)
-        raise ValueError(
-            f"tokenizer.ggml.tokens has {tokens[first]!r} with the ids {first} and "
-            f"{vocab[tokens[first]]}: the file is damaged; load another file, or the model's "
-            "Hugging Face directory"
-        )
+    vocab = {token: i for i, token in enumerate(tokens)}
+    for i, token in enumerate(tokens):
+        if token and vocab[token] != i:  # empty ones have no text
+            raise ValueError(
+                f"tokenizer.ggml.tokens has {token!r} with the ids {i} and {vocab[token]}: the "
+                "file is damaged; load another file, or the model's Hugging Face directory"
+            )
     types = metadata.get("tokenizer.ggml.token_type") or [Type.NORMAL] * len(tokens)
     tokenizer = readers[kind](tokens, types, metadata)
     for special, token_type in ((True, Type.CONTROL), (False, Type.USER_DEFINED)):

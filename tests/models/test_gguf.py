@@ -117,6 +117,16 @@ def test_byte_level_tokens_decode_to_the_text(pre, tmp_path):
     assert found.eos_token == "<e>" and "<think>" not in found.all_special_tokens
 
 
+def test_tokens_may_be_empty(tmp_path):
+    """llama.cpp names each by its id; here they have no text."""
+    metadata = cases.byte_level_metadata("gpt-2")
+    a, null = (tokens(metadata).index(token) for token in "aĀ")
+    tokens(metadata)[null] = tokens(metadata)[299] = ""
+    found = tokenizer_of(metadata, tmp_path)
+    assert found("a<e>")["input_ids"] == [a, 298]
+    assert found.decode([a, null, a, 299, a]) == "aaa"
+
+
 def test_special_tokens_and_settings_of_a_tokenizer_are_kept(tmp_path):
     template = "{% for m in messages %}<s>{{ m['content'] }}<e>{% endfor %}"
     tokenizer = cases.byte_level_metadata(
