@@ -225,7 +225,8 @@ class _ConfigReader:
                 entries = value if isinstance(value, list) else [value]
                 if value not in allowed and not all(entry in allowed for entry in entries):
                     values = " or ".join(dict.fromkeys(map(json.dumps, allowed)))
-                    problems.append(f"{key}={value!r} is not supported: it must be {values}")
+                    given = json.dumps(value)
+                    problems.append(f"{key}={given} is not supported: it must be {values}")
             elif key not in self.ignored:
                 self.unknown.append(key)
         if problems:

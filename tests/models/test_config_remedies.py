@@ -53,7 +53,8 @@ CONFIGS = {
     "values of JSON": (
         "llama",
         {"is_causal": False, "sliding_window": 5},
-        "must be true; sliding_window=5 is not supported: it must be null. Remove such a key",
+        "is_causal=false is not supported: it must be true; sliding_window=5 is not supported: it "
+        "must be null. Remove such a key",
         [
             {"is_causal": True, "sliding_window": None},
             {"is_causal": REMOVED, "sliding_window": REMOVED},
@@ -224,7 +225,7 @@ CONFIGS = {
     "MPT's attention": (
         "mpt",
         {"attn_config": {"alibi": False}},
-        "attn_config has settings that are not supported: alibi=False is not supported: it must "
+        "attn_config has settings that are not supported: alibi=false is not supported: it must "
         "be true",
         [{"attn_config": {"alibi": True}}, {"attn_config": {}}],
     ),
