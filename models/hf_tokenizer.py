@@ -8,7 +8,7 @@ from typing import Any
 
 JSON = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
-OTHERS = (SETTINGS, "tokenizer.model", "vocab.json")  # of directories without `JSON`
+OTHERS = (SETTINGS, "tokenizer.model", "merges.txt")  # of directories without `JSON`
 # Settings of `JSON`'s tokenizer; those of the class that `SETTINGS` names are ignored.
 PASSED = (
     *("model_max_length", "model_input_names", "padding_side", "truncation_side"),

@@ -307,6 +307,8 @@ def test_other_files_are_read_by_transformers_if_there_is_no_tokenizer_json(plai
     assert [models.load_tokenizer(path)(text)["input_ids"] for text in TEXTS] == expected
     (path / "tokenizer_config.json").unlink()  # as of files of 2020
     assert [models.load_tokenizer(path)(text)["input_ids"] for text in TEXTS] == expected
+    (path / "merges.txt").unlink()  # transformers makes a tokenizer without tokens of some families
+    assert models.load_tokenizer(path) is None
 
 
 def test_a_length_at_which_tokenizer_json_cuts_or_pads_has_no_effect(plain, tmp_path):
