@@ -369,7 +369,7 @@ def _weight_files(path: pathlib.Path) -> list[pathlib.Path]:
 def _tensors_in(path: pathlib.Path) -> dict[str, Stored]:
     """Returns all tensors by their names in the files, {} without files; reads only headers.
 
-    A file may have a tensor that the index names in another one, which is not read from it.
+    Of several files that have a tensor, the one that the index names is read.
     """
     stored = {}
     files = _weight_files(path) if any(path.glob("*.safetensors*")) else []
@@ -378,7 +378,7 @@ def _tensors_in(path: pathlib.Path) -> dict[str, Stored]:
         try:
             with safetensors.safe_open(file, "numpy") as handle:
                 for name in handle.keys():
-                    if path / owners.get(name, file.name) != file:
+                    if name in stored and path / owners.get(name, file.name) != file:
                         continue
                     part = handle.get_slice(name)
                     stored[name] = Stored(file, name, part.get_dtype(), tuple(part.get_shape()))

@@ -245,13 +245,22 @@ def test_buffers_equal_output_matrices_and_missing_prefixes_are_harmless(family,
 
 
 def test_a_tensor_is_read_from_the_file_that_the_index_names(tiny, tmp_path):
-    path, name = tmp_path / "x", "model.embed_tokens.weight"
+    path = tmp_path / "x"
     models.save_checkpoint(path, *tiny, max_shard_bytes=3000)
     index = json.loads((path / huggingface.INDEX).read_text())
-    last = path / max({*index["weight_map"].values()} - {index["weight_map"][name]})
-    stale = np.zeros_like(tiny[1]["params"]["embedding"])
-    safetensors.numpy.save_file(safetensors.numpy.load_file(last) | {name: stale}, last)
-    assert last.name > index["weight_map"][name]
+    files = index["weight_map"]
+    (first, one), (last, other) = (
+        f(files.items(), key=lambda item: item[::-1]) for f in (min, max)
+    )
+    right = {file: safetensors.numpy.load_file(path / file) for file in (one, other)}
+    for name, owner, file in ((first, one, other), (last, other, one)):
+        stale = {name: np.zeros_like(right[owner][name])}
+        safetensors.numpy.save_file(right[file] | stale, path / file)
+    assert_identical(models.load_checkpoint(path).params, tiny[1])
+    for file, tensors in right.items():
+        safetensors.numpy.save_file(tensors, path / file)
+    files[last] = one  # which does not have it
+    edit_json(path / huggingface.INDEX, **index)
     assert_identical(models.load_checkpoint(path).params, tiny[1])
 
 
