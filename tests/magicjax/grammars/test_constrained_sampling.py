@@ -144,8 +144,8 @@ def test_texts_of_the_loop_have_the_constrained_distribution(case):
     assert p > 0.001
 
 
-@pytest.mark.slow
-def test_a_mask_of_the_root_only_in_the_loop_is_detected(monkeypatch):
+def test_a_mask_of_the_root_only_in_the_rounds_is_detected(monkeypatch):
+    """The text leaves the grammar."""
     whole = runner.tree_masks
 
     def only_root(*arguments):
@@ -154,4 +154,5 @@ def test_a_mask_of_the_root_only_in_the_loop_is_detected(monkeypatch):
         return masks
 
     monkeypatch.setattr(runner, "tree_masks", only_root)
-    assert p_value("small, 2,2", 1, test_joint.PLAIN, magicjax.Grammar.regex(PATTERN)) == 0
+    with pytest.raises(RuntimeError, match="the grammar cannot be followed"):
+        p_value("small, 2,2", 1, test_joint.PLAIN, magicjax.Grammar.regex(PATTERN))
