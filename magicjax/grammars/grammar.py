@@ -112,7 +112,8 @@ def inline(schema: Mapping[str, Any] | bool) -> str:
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     options = dict(schema.get("x-guidance") or {})
-    options.setdefault("whitespace_pattern", SPACE)
+    if "whitespace_flexible" not in options:
+        options.setdefault("whitespace_pattern", SPACE)
     return f"%json {json.dumps(dict(schema) | {'x-guidance': options})}"
 
 
