@@ -1,7 +1,8 @@
 """The state of texts under their grammars, on the host: which tokens may follow, at every node."""
 
 import functools
-from collections.abc import Sequence
+import re
+from collections.abc import Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,9 @@ from magicjax.grammars.grammar import Grammar, library, limits, one_line
 from magicjax.grammars.masking import WORD
 
 ALL = np.uint32(2**32 - 1)
+# Tokens such as <tool_call>, which are text unless the tokenizer has them as special; llguidance
+# takes all added tokens in angle brackets for special ones.
+TAG = re.compile(r"</?\w+>")
 
 
 def check(target: Any, eos: Sequence[int]) -> None:
@@ -171,9 +175,29 @@ def tokenizer_of(tokenizer: Any, eos: int, vocab_size: int) -> Any:
     from llguidance.hf import from_tokenizer
 
     try:
-        return from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos)
+        made = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos)
     except ValueError as error:
         raise ValueError(
             "a grammar requires a tokenizer with a byte-level or byte-fallback decoder: "
             f"{one_line(str(error))}"
         ) from error
+    added = backend.get_added_tokens_decoder().items()
+    tags = {i for i, each in added if not each.special and TAG.fullmatch(each.content)} - {eos}
+    if not tags:
+        return made
+    package = library()
+    return package.LLTokenizer(package.TokenizerWrapper(_Described(made, tags)))
+
+
+class _Described:
+    """llguidance's tokens with some special ones as text, as `TokenizerWrapper` reads them."""
+
+    def __init__(self, tokenizer: Any, tags: Set[int]):
+        tokens, is_special = range(tokenizer.vocab_size), tokenizer.is_special_token
+        self._tokenizer, self.eos_token_id = tokenizer, tokenizer.eos_token
+        self.bos_token_id = None
+        self.tokens = [tokenizer.decode_bytes([token]) for token in tokens]
+        self.special_token_ids = [x for x in tokens if is_special(x) and x not in tags]
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._tokenizer.tokenize_bytes(text)

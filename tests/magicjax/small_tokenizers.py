@@ -103,3 +103,19 @@ def with_channels() -> transformers.PreTrainedTokenizerFast:
     backend = KINDS["byte-level"]()
     backend.add_special_tokens([ROLE, CHANNEL, MESSAGE])
     return transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+@functools.cache
+def with_thinking(markers: str = "added") -> transformers.PreTrainedTokenizerFast:
+    """Returns a tokenizer with markers of reasoning and of calls, as Qwen3's.
+
+    Args:
+      markers: of reasoning in the vocabulary: "text", "added" tokens with text, or "special" ones.
+    """
+    backend = KINDS["byte-level"]()
+    names = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+    if markers != "text":
+        backend.add_tokens([tokenizers.AddedToken(x, special=False) for x in names])
+    if markers == "special":
+        backend.add_special_tokens(names[:2])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END)

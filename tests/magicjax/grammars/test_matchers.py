@@ -121,6 +121,24 @@ def test_the_text_of_a_tokenizers_own_tokens_is_allowed(kind):
         matcher.push([token])
 
 
+def test_added_tokens_that_are_not_special_are_text():
+    """Such as Qwen's <tool_call>, alone and spelled, but not tokens of turns such as <|end|>."""
+    for markers, is_text in (("added", True), ("special", False)):
+        tokenizer = small_tokenizers.with_thinking(markers)
+        vocab, size = tokenizer.get_vocab(), len(tokenizer) + 3
+        module = tiny.model().module.clone(config=tiny.config(vocab_size=size))
+        target = magicjax.Model(module, None, tokenizer, markers, (vocab["</s>"],))
+        for pattern in ("(?s:.*)", "<think>a</think><tool_call>"):
+            matcher = Matcher(target, Grammar.regex(pattern), (vocab["</s>"],))
+            found = bits(first_masks([matcher], size)[0], size)
+            assert found[vocab["<think>"]] == is_text and found[vocab["<"]]
+            assert not found[vocab[small_tokenizers.TURN]] and not found[len(tokenizer) :].any()
+            if is_text:
+                forced = tokenizer("a</think><tool_call>")["input_ids"] if "a<" in pattern else []
+                matcher.push([vocab["<think>"]])
+                assert matcher.forced() == forced
+
+
 WRONG = {
     "a syntax error": (lambda: Grammar.regex("(a"), ValueError, "regular expression is not supp"),
     "look-around": (lambda: Grammar.regex("(?=a)b"), ValueError, "regular expression is not supp"),
