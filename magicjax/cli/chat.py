@@ -265,8 +265,8 @@ def _save(messages: Messages, path: str) -> None:
 def _answer(session: Session, message: str) -> Session:
     """Prints an answer and returns the session after it.
 
-    A message that does not fit, that the model cannot read, or whose prefill is stopped, is
-    dropped.
+    A message that does not fit, that the model cannot read, whose prefill is stopped, or whose
+    answer ends within its reasoning, is dropped.
     """
     engine, before = session.engine, session.engine.stats
     messages = [*session.messages, {"role": "user", "content": message}]
@@ -288,12 +288,14 @@ def _answer(session: Session, message: str) -> Session:
     handle = engine.submit(prompt, session.params)
     if not session.answers:
         _note("(compiling; this happens once)")
+    display = text.Display()
     with text.interruptible() as stop:
         while not handle.finished:
             engine.step()
             if stop.is_set():
                 handle.cancel()
-            print("".join(new.text or "" for new in handle.arrived()), end="", flush=True)
+            pieces = (display.add(new.reasoning, new.text or "") for new in handle.arrived())
+            print("".join(pieces), end="", flush=True)
     print(flush=True)
     result, after = handle.result(), engine.stats
     if ending := _ending(result, limit):

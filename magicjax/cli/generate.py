@@ -255,7 +255,7 @@ def _generate(
         trees = [tree for text in arguments.tree for tree in parse_trees(text)]
         print(*trees or [DEFAULT_TREE], sep="\n")
     ends = params.end_tokens(target.eos_token_ids)
-    printed = TextStream(tokenizer, params.stop, prompts[0].tolist(), ends)
+    printed = TextStream(tokenizer, params.stop, prompts[0].tolist(), ends, params.grammar)
     with interruptible as interrupted:
         output = text.print_stream(rounds, printed, interrupted.is_set)
     if output.logprobs is not None:

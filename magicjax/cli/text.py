@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import signal
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
@@ -14,6 +15,8 @@ from magicjax.decoding.text_stream import TextStream, token_texts
 from magicjax.loading import check_tokenizer, config_of, load_tokenizer, skeleton, stored_dtype
 from magicjax.model import Model
 from magicjax.verification.logprobs import LogProbs
+
+DIM, NORMAL = "\x1b[2m", "\x1b[22m"  # of ANSI terminals
 
 
 def tokenizer_of(arguments: argparse.Namespace) -> Any:
@@ -77,14 +80,36 @@ def print_stream(
     After a round in which `interrupted` returns True, the generator ends (`magicjax.stream`).
     """
     ends: bool | None = None  # a generator starts with None
+    display, shown = Display(), 0
     while True:
         try:
             tokens = rounds.send(ends)[0].tolist()
         except StopIteration as end:
-            print(text.finish(), flush=True)
+            rest = text.finish()
+            print(display.add(text.reasoning[shown:], rest), flush=True)
             return end.value
-        print(text.push(tokens)[1], end="", flush=True)
-        ends = interrupted()
+        new = text.push(tokens)[1]
+        print(display.add(text.reasoning[shown:], new), end="", flush=True)
+        shown, ends = len(text.reasoning), interrupted()
+
+
+class Display:
+    """What is printed of an answer as it arrives: the text, and at a terminal dim reasoning."""
+
+    def __init__(self):
+        """Starts an empty answer."""
+        self._has_reasoning = sys.stdout.isatty()
+        self._in_reasoning = False
+
+    def add(self, reasoning: str, text: str) -> str:
+        """Returns what is printed for new reasoning and the new text after it."""
+        if not self._has_reasoning:
+            return text
+        shown = f"{DIM}{reasoning}{NORMAL}" if reasoning else ""
+        self._in_reasoning |= bool(reasoning)
+        if text and self._in_reasoning:
+            self._in_reasoning, shown = False, f"{shown}\n\n"
+        return shown + text
 
 
 def log_prob_lines(tokenizer: Any, tokens: Int[np.ndarray, "T"], logprobs: LogProbs) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from magicjax.decoding.reasoning import chat_template
 from magicjax.decoding.text_stream import token_texts
 from magicjax.model import Model
 
@@ -263,6 +264,4 @@ def chat_tokens(
 
 def reads_variable(tokenizer: Any, name: str) -> bool:
     """Returns whether a tokenizer's chat template, or one of several, names a variable."""
-    template = tokenizer.chat_template
-    sources = [template] if isinstance(template, str) else template.values()
-    return any(re.search(rf"\b{re.escape(name)}\b", str(source)) for source in sources)
+    return re.search(rf"\b{re.escape(name)}\b", chat_template(tokenizer)) is not None

@@ -38,8 +38,8 @@ class Output:
       sequences: per row, prompt and new tokens, int32.
       texts: per row, the new text, which continues that of the prompt: without special tokens and
         the token that ended it, before the stop string. None without a tokenizer.
-      reasoning: per row, the text of channels before the answer's (gpt-oss). None without a
-        tokenizer.
+      reasoning: per row, the text before the answer that the model marks as reasoning. None
+        without a tokenizer.
       tokens: int32 [B, M], the new tokens of each row, padded with the pad token to the largest
         limit; after a stop string, up to the one that completed it.
       lengths: int32 [B], the number of new tokens of each row.
@@ -311,7 +311,7 @@ def _texts(request: Request) -> list[TextStream]:
     """Returns the empty texts of the rows."""
     ends = global_arrays.fetch(request.eos).tolist()
     return [
-        TextStream(request.target.tokenizer, params.stop, prompt.tolist(), of_row)
+        TextStream(request.target.tokenizer, params.stop, prompt.tolist(), of_row, params.grammar)
         for params, prompt, of_row in zip(request.params, request.prompts, ends, strict=True)
     ]
 

@@ -7,18 +7,17 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from magicjax.decoding.reasoning import overlap, split_after
 from magicjax.decoding.token_bytes import (
     byte_of_fallback,
     bytes_of_byte_level,
     decoders_of,
     special_tokens,
 )
+from magicjax.grammars.grammar import Grammar
 
 CHARACTER_BYTES = 4  # at most, in UTF-8
 FIRST_SURROGATE = 0xD800  # no text has surrogates: UTF-8 does not encode them
-# Special tokens of gpt-oss, before the role, the channel and the text of a message.
-ROLE, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
-FINAL = ("", "assistant", "final")  # what the header of a message begins with that is the answer
 
 
 class TextStream:
@@ -30,12 +29,12 @@ class TextStream:
     character are replaced by U+FFFD as Unicode recommends: once for each longest beginning of a
     character. The end of the text is held back while it may be the beginning of a stop string.
 
-    Of a model that answers in channels (gpt-oss), the text is that of the final channel.
+    Reasoning is apart from the text (`reasoning.py`).
 
     Attributes:
       tokens: the new tokens so far; end with the one that completed a stop string.
       stopped: whether a stop string has been found.
-      reasoning: the text of other channels so far; stop strings do not end it.
+      reasoning: the reasoning so far; stop strings do not end it.
     """
 
     def __init__(
@@ -44,7 +43,8 @@ class TextStream:
         stop: Sequence[str] = (),
         prompt: Sequence[int] = (),
         ends: Iterable[int] = (),
-        channels: bool = True,
+        grammar: Grammar | None = None,
+        split: bool = True,
     ):
         """Starts an empty text.
 
@@ -53,26 +53,23 @@ class TextStream:
           stop: strings before which the text ends. Special tokens in them stand for themselves.
           prompt: the tokens before the text.
           ends: tokens that end the text, such as EOS; they have no text.
-          channels: whether the text is that of the final channel, if the model has channels.
+          grammar: of the text; None for any text.
+          split: whether reasoning is apart, if the model marks it.
         """
         self.tokens: list[int] = []
         self.stopped, self.reasoning = False, ""
         self._read = _reader(tokenizer)
-        self._has_channels = channels and self._read.has_channels
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._previous: list[int] = []  # the newest token that has text
         self._marks: dict[int, str] = {}  # of special tokens in stop strings, a surrogate each
         self._ends = frozenset[int]()
         self._text, self._returned = "", 0  # with marks; characters
-        self._header: str | None = None  # of a message, while it arrives: the role or channel
-        self._is_final = True
         for token in self._read.newest(prompt):
-            self._visible_step(token)  # its text is the prompt's; an incomplete character is not
-        self.reasoning = ""
-        if self._header in FINAL:
-            self._header = None  # an answer need not have a channel: grammars exclude its tokens
+            self._step(token)  # its text is the prompt's; an incomplete character is not
+        special = self._read.special
+        self._split = split_after(tokenizer, special, prompt, grammar) if split else None
         self._ends = frozenset(ends)
-        names = {name: token for token, name in self._read.special.items()}
+        names = {name: token for token, name in special.items()}
         marked = [*stop]
         for name in sorted(names, key=len, reverse=True) if stop else ():
             if any(name in string for string in marked):
@@ -92,44 +89,42 @@ class TextStream:
         """
         for count, token in enumerate(tokens, 1):
             self.tokens.append(token)
-            chunk = self._visible_step(token)
-            if not chunk:
-                continue
-            before = len(self._text)
-            self._text += chunk
-            if (end := self._first_stop(before)) is not None:
-                self._text, self.stopped = self._text[:end], True
+            self._append(self._answer_of(token))
+            if self.stopped:
                 return count, self._new(len(self._text))
         return len(tokens), self._new(len(self._text) - self._held())
 
     def finish(self) -> str:
         """Returns the rest of the text: what was held back, and an incomplete last character."""
         if not self.stopped:
-            self._text += self._of_channel(self._utf8.decode(b"", final=True))
+            self._append(self._answer(self._utf8.decode(b"", final=True)))
+        if self._split is not None and not self.stopped:
+            self._append(self._apart(*self._split.finish()))
         return self._new(len(self._text))
 
-    def _visible_step(self, token: int) -> str:
-        """Returns the text that a token adds to that of the final channel."""
-        name = self._read.special.get(token) if self._has_channels else None
-        if token in self._marks or name not in (ROLE, CHANNEL, MESSAGE):
-            return self._of_channel(self._step(token))
-        rest = self._of_channel(self._utf8.decode(b"", final=True))
-        if name == MESSAGE:
-            kind = (self._header or "").strip().partition(" ")[0]
-            self._is_final, self._header = kind in FINAL, None
-        else:
-            self._header = ""
-        return rest
+    def _append(self, chunk: str) -> None:
+        """Adds to the text up to a stop string."""
+        before = len(self._text)
+        self._text += chunk
+        if chunk and (end := self._first_stop(before)) is not None:
+            self._text, self.stopped = self._text[:end], True
 
-    def _of_channel(self, chunk: str) -> str:
-        """Returns new text of the final channel; adds that of another one to where it belongs."""
-        if self._header is not None:
-            self._header += self._visible(chunk)
-        elif not self._is_final:
-            self.reasoning += self._visible(chunk)
-        else:
-            return chunk
-        return ""
+    def _answer_of(self, token: int) -> str:
+        """Returns what a token adds to the text."""
+        name = self._read.special.get(token)
+        if self._split is None or token in self._marks or name not in self._split.markers:
+            return self._answer(self._step(token))
+        rest = self._answer(self._utf8.decode(b"", final=True))
+        return rest + self._apart(*self._split.mark(name))
+
+    def _answer(self, chunk: str) -> str:
+        """Returns what belongs to the text of a chunk of all text; the rest is reasoning."""
+        return chunk if self._split is None else self._apart(*self._split.push(chunk))
+
+    def _apart(self, reasoning: str, answer: str) -> str:
+        if reasoning:
+            self.reasoning += self._visible(reasoning)
+        return answer
 
     def _step(self, token: int) -> str:
         """Returns the text that a token adds: complete characters, or the mark of a token."""
@@ -160,7 +155,7 @@ class TextStream:
 
     def _held(self) -> int:
         """Returns the length of the longest end of the text that begins a stop string."""
-        return max((_overlap(self._text, stop) for stop in self._stop), default=0)
+        return max((overlap(self._text, stop) for stop in self._stop), default=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,23 +166,14 @@ class _TokenReader:
       special: the tokens without text.
       own_bytes: the bytes of a token, b"" without text; None if they depend on the token before.
       decode: the text of some tokens alone.
-      has_channels: whether messages are divided into channels.
     """
 
     special: Mapping[int, str]
     own_bytes: Callable[[int], bytes | None]
     decode: Callable[[list[int]], str]
-    has_channels: bool
 
     def newest(self, prompt: Sequence[int]) -> Sequence[int]:
-        """Returns the tokens of a prompt that matter to the text after it.
-
-        They may have an incomplete character, or the header of the message that follows.
-        """
-        if self.has_channels:
-            roles = (i for i in range(len(prompt))[::-1] if self.special.get(prompt[i]) == ROLE)
-            if (start := next(roles, None)) is not None:
-                return prompt[start:]
+        """Returns the newest tokens of a prompt with text, which may end within a character."""
         visible = (token for token in reversed(prompt) if self.own_bytes(token) != b"")
         return [*itertools.islice(visible, CHARACTER_BYTES)][::-1]
 
@@ -244,12 +230,4 @@ def _reader(tokenizer: Any) -> _TokenReader:
         return byte_of_fallback(text) if "ByteFallback" in decoders else None
 
     decode = functools.partial(backend.decode, skip_special_tokens=True)
-    return _TokenReader(special, own_bytes, decode, {CHANNEL, MESSAGE} <= {*special.values()})
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest end of a text that begins, but is not, a string."""
-    start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
-    while start >= 0 and not stop.startswith(text[start:]):
-        start = text.find(stop[0], start + 1)
-    return len(text) - start if start >= 0 else 0
+    return _TokenReader(special, own_bytes, decode)

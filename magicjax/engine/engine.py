@@ -167,7 +167,7 @@ class Engine:
         self._scheduler.check_room(1)
         request = submission.validated(self._templates, prompt, params, priority, deadline_s)
         tokenizer = self._templates.row.target.tokenizer
-        after = request.prompt.tolist(), params.end_tokens(tuple(self._eos))
+        after = request.prompt.tolist(), params.end_tokens(tuple(self._eos)), params.grammar
         text = None if tokenizer is None else TextStream(tokenizer, params.stop, *after)
         handle = Handle(self, request, text)
         self._scheduler.add(handle)

@@ -26,7 +26,7 @@ class NewTokens:
       tokens: int32 [T].
       text: the new text; None without a tokenizer. It can lag behind the tokens.
       logprobs: of the tokens; None if they were not requested.
-      reasoning: the new text of channels before the answer's (gpt-oss).
+      reasoning: the new text before the answer that the model marks as reasoning.
     """
 
     tokens: Int[np.ndarray, "T"]
@@ -92,7 +92,7 @@ class Result:
         requested, or if the request ended before.
       finish_reason: one of `FINISH_REASONS`.
       stats: times and counts.
-      reasoning: the text of channels before the answer's (gpt-oss).
+      reasoning: the text before the answer that the model marks as reasoning.
     """
 
     tokens: Int[np.ndarray, "T"]

@@ -27,9 +27,11 @@ class Grammar:
 
     Attributes:
       text: the grammar in llguidance's variant of Lark.
+      free_until: what ends free text at the begin, such as the marker of a call; "": none is free.
     """
 
     text: str
+    free_until: str = ""
 
     @classmethod
     def lark(cls, text: str) -> "Grammar":

@@ -132,7 +132,7 @@ def parse_completion(data: bytes, served: Served) -> Generation:
 
 def _text(served: Served, tokens: Sequence[int]) -> str:
     """Returns the text of a prompt; the answer begins with its incomplete character."""
-    text = TextStream(served.target.tokenizer, channels=False)
+    text = TextStream(served.target.tokenizer, split=False)
     text.push(tokens)
     return text.text
 

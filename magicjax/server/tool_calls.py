@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from pydantic_core import from_json
 
+from magicjax.decoding.reasoning import chat_template, overlap
 from magicjax.grammars.grammar import Grammar, inline, terminal
 from magicjax.server.bodies import ChatBody, Function, Message, NamedTool, shown
 from magicjax.server.errors import ApiError
@@ -103,7 +104,8 @@ class Tools:
         # Free text up to the first marker; lazy, so that nothing else can follow a marker.
         head = f"head[lazy]: /(?s:.*)/ {_quoted(self.format.begin)}"
         start = r'start: TEXT | head "\n" calls'
-        return Grammar.lark("\n".join([start, "TEXT: /(?s:.*)/", head, *rules]))
+        made = Grammar.lark("\n".join([start, "TEXT: /(?s:.*)/", head, *rules]))
+        return dataclasses.replace(made, free_until=self.format.begin)
 
 
 def tools_of(body: ChatBody, tokenizer: Any, form: Format | None) -> Tools | None:
@@ -138,10 +140,7 @@ def tools_of(body: ChatBody, tokenizer: Any, form: Format | None) -> Tools | Non
         return None
     if body.response_format is not None and body.response_format.type != "text":
         _refuse("tools and response_format exclude each other: omit one, or use tool_choice=none")
-    template = tokenizer.chat_template
-    if not isinstance(template, str):  # several with names
-        template = "\n".join(template.values())
-    form = form or detected(template)
+    form = form or detected(chat_template(tokenizer))
     if form is None:
         _refuse(
             "tools: the chat template has no known format of calls: use a model with one, or start "
@@ -259,8 +258,7 @@ class CallParser:
         start = text.find(begin)
         found = start >= 0
         if not found:
-            partial = (n for n in range(1, len(begin)) if text.endswith(begin[:n]))
-            start = len(text) - max(partial, default=0)
+            start = len(text) - overlap(text, begin)
         end = len(text[:start].rstrip())
         deltas += _text_delta(text[:end])
         self._rest = text[end:]

@@ -7,7 +7,7 @@ import tokenizers
 import transformers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from magicjax.decoding.text_stream import CHANNEL, MESSAGE, ROLE
+from magicjax.decoding.reasoning import CHANNEL, END_THINK, MESSAGE, ROLE, THINK
 
 TEXT = "The cat's 12 hats: don't end - \"quoted\". Hello world, who are you? (Nobody.) "
 FOREIGN = "été ½ नमस्ते 你好 🙂 "
@@ -16,6 +16,17 @@ UNKNOWN, BEGIN, END, TURN = SPECIAL = ["<unk>", "<s>", "</s>", "<|end|>"]
 ASKED = f"{ROLE}user{MESSAGE}hi{TURN}{ROLE}assistant"
 ANALYSIS = f"{CHANNEL}analysis{MESSAGE}A greeting. 你{TURN}"
 ANSWER = f"{ANALYSIS}{ROLE}assistant{CHANNEL}final{MESSAGE}Hello!"
+CHANNELS = (
+    f"{{% for m in messages %}}{ROLE}{{{{ m.role }}}}{MESSAGE}{{{{ m.content }}}}{TURN}"
+    f"{{% endfor %}}{ROLE}assistant"
+)
+# The begin of an answer as templates render it: Qwen3's, and that of DeepSeek-R1's distillations.
+TURNS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|end|>{% endfor %}[assistant]"
+QWEN3 = (
+    TURNS + "{% if enable_thinking is defined and enable_thinking is false %}"
+    "{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+)
+DEEPSEEK = TURNS.replace("m.content", "m.content.split('</think>')[-1]") + "{{ '<think>\n' }}"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
@@ -102,20 +113,23 @@ def with_channels() -> transformers.PreTrainedTokenizerFast:
     """Returns a tokenizer with the special tokens of gpt-oss."""
     backend = KINDS["byte-level"]()
     backend.add_special_tokens([ROLE, CHANNEL, MESSAGE])
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=CHANNELS)
 
 
 @functools.cache
-def with_thinking(markers: str = "added") -> transformers.PreTrainedTokenizerFast:
-    """Returns a tokenizer with markers of reasoning and of calls, as Qwen3's.
+def with_thinking(markers: str = "added", template: str = QWEN3):
+    """Returns a tokenizer whose template marks reasoning.
 
     Args:
-      markers: of reasoning in the vocabulary: "text", "added" tokens with text, or "special" ones.
+      markers: what they are in the vocabulary: "text", "added" tokens with text, or "special" ones.
+      template: of chats.
     """
     backend = KINDS["byte-level"]()
-    names = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+    names = [THINK, END_THINK, "<tool_call>", "</tool_call>"]
     if markers != "text":
         backend.add_tokens([tokenizers.AddedToken(x, special=False) for x in names])
     if markers == "special":
         backend.add_special_tokens(names[:2])
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=END, chat_template=template
+    )

@@ -23,6 +23,7 @@ from magicjax.parallel import offloading
 from magicjax.verification.logprobs import LogProbs
 from pallas_kernels import choose_backend
 from tests.magicjax import keywords, small_tokenizers, tiny
+from tests.magicjax.small_tokenizers import with_thinking
 from tests.quick import quick
 
 PROMPT = tiny.SOURCE
@@ -191,6 +192,24 @@ def test_a_character_of_several_tokens_is_printed_when_it_is_complete(directory,
     printed.clear()
     text.print_stream(rounds(2), TextStream(tokenizer))  # an incomplete character at the end
     assert printed == ["n", "", "\N{REPLACEMENT CHARACTER}"]
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_terminal_shows_reasoning_dimly(is_terminal, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    tokenizer = with_thinking("text")
+
+    def rounds():
+        for token in tokenizer("<think>\nHm.\n</think>\n\nYes")["input_ids"]:
+            yield [np.array([token])]
+
+    text.print_stream(rounds(), TextStream(tokenizer))
+    shown = capsys.readouterr().out
+    if not is_terminal:
+        assert shown == "Yes\n"
+        return
+    assert shown.startswith(text.DIM) and shown.endswith(f"{text.NORMAL}\n\nYes\n")
+    assert shown.replace(text.DIM, "").replace(text.NORMAL, "") == "Hm.\n\nYes\n"
 
 
 def test_python_runs_the_package_as_the_command():

@@ -10,7 +10,16 @@ import magicjax
 import models
 from magicjax.loading import skeleton
 from tests.magicjax import keywords, tiny
-from tests.magicjax.small_tokenizers import ANSWER, ASKED, BYTES, TURN, make, with_channels
+from tests.magicjax.small_tokenizers import (
+    ANSWER,
+    ASKED,
+    BYTES,
+    DEEPSEEK,
+    TURN,
+    make,
+    with_channels,
+    with_thinking,
+)
 
 NEW = 12
 PROMPTS = ["Hello", "The cat's 12 hats"]
@@ -89,20 +98,32 @@ def test_the_end_of_a_turn_ends_a_text(target, directory):
     np.testing.assert_array_equal(output.lengths, [1, 1])
 
 
-def test_the_text_before_the_final_channel_is_apart(target):
-    tokenizer = with_channels()
-    asked, text, header = (
-        tokenizer(each)["input_ids"]
-        for each in (ASKED, f"{ASKED}{ANSWER}</s>", "<|channel|>analysis<|message|>")
-    )
-    model = tiny.reciting(text, tokenizer)
-    config = magicjax.EngineConfig(slots=1, capacity=128, max_tokens=64)
+REASONING = {  # the tokenizer, the prompt, what comes before the reasoning, and the answer
+    "channels": (with_channels(), ASKED, "<|channel|>analysis<|message|>", ANSWER),
+    "thinking": (
+        with_thinking("added", DEEPSEEK),
+        "hi[assistant]<think>\n",
+        "",
+        "A greeting. 你\n</think>\n\nHello!",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REASONING)
+def test_the_reasoning_before_the_answer_is_apart(kind, target):
+    tokenizer, *made = REASONING[kind]
+    asked, header, text = (tokenizer(each)["input_ids"] for each in (*made[:2], f"{made[2]}</s>"))
+    model = tiny.reciting([*asked, *text], tokenizer)
+    config = magicjax.EngineConfig(slots=1, capacity=128, max_tokens=64, grammars=True)
     engine = magicjax.Engine(model, **DRAFTED, config=config)
-    for limit, *expected in ((64, "Hello!", "A greeting. 你"), (len(header) + 1, "", "A")):
-        params = magicjax.SamplingParams(max_tokens=limit)
+    cases = [(64, None, "Hello!", "A greeting. 你"), (len(header) + 1, None, "", "A")]
+    if kind == "thinking":
+        cases.append((2, magicjax.Grammar.regex("A g"), "A ", ""))
+    for limit, grammar, *expected in cases:
+        params = magicjax.SamplingParams(max_tokens=limit, grammar=grammar)
         output = magicjax.generate(model, [asked], params, **DRAFTED)
         assert [*output.texts, *output.reasoning] == expected
-        np.testing.assert_array_equal(*tiny.rows_of(output), text[len(asked) :][:limit])
+        np.testing.assert_array_equal(*tiny.rows_of(output), text[:limit])
         result = engine.submit(asked, params).result()
         assert [result.text, result.reasoning] == expected
     assert keywords.generate(target, PROMPTS, max_tokens=1).reasoning == ["", ""]

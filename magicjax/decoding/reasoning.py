@@ -1,0 +1,164 @@
+"""Reasoning apart from the answer: channels of gpt-oss, and text between <think> and </think>."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from magicjax.grammars.grammar import Grammar
+
+# Special tokens of gpt-oss, before the role, the channel and the text of a message.
+ROLE, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+FINAL = ("", "assistant", "final")  # what the header of a message begins with that is the answer
+REST = re.compile(r"[\s\ud800-\udfff].*", re.DOTALL)  # of a header; surrogates mark tokens
+THINK, END_THINK = "<think>", "</think>"
+TAIL = 16  # tokens of a prompt that may end with <think> and space
+
+Parts = tuple[str, str]  # text that belongs to the reasoning, and to the answer
+
+
+class Channels:
+    """Divides messages in channels: the answer is the final one.
+
+    Attributes:
+      markers: special tokens that are no text.
+    """
+
+    markers = frozenset({ROLE, CHANNEL, MESSAGE})
+
+    def __init__(self, prompt: Sequence[int], special: Mapping[int, str], backend: Any):
+        """Reads the last message of a prompt, which the text continues."""
+        self._header: str | None = None  # of a message, while it arrives: the role or channel
+        self._is_final = True
+        roles = (i for i in range(len(prompt))[::-1] if special.get(prompt[i]) == ROLE)
+        for token in prompt[next(roles, len(prompt)) :]:
+            name = special.get(token)
+            if name in self.markers:
+                self.mark(name)
+            else:
+                self.push(backend.decode([token]))
+        if self._header in FINAL:
+            self._header = None  # an answer need not have a channel: grammars exclude its tokens
+
+    def mark(self, name: str) -> Parts:
+        """Reads a marker."""
+        if name == MESSAGE:
+            kind = REST.sub("", (self._header or "").strip())
+            self._is_final, self._header = kind in FINAL, None
+        else:
+            self._header = ""
+        return "", ""
+
+    def push(self, text: str) -> Parts:
+        """Divides new text."""
+        if self._header is not None:
+            self._header += text
+            return "", ""
+        return ("", text) if self._is_final else (text, "")
+
+    def finish(self) -> Parts:
+        """Divides what was held back."""
+        return "", ""
+
+
+class Thinking:
+    """Divides text that may begin with reasoning between <think> and </think>.
+
+    A marker may be one token or several. What may become one is held back. Newlines around the
+    reasoning and before the answer are omitted.
+
+    Attributes:
+      markers: special tokens that are text here.
+    """
+
+    markers = frozenset({THINK, END_THINK})
+
+    def __init__(self, inside: bool, call: str):
+        """Starts a text.
+
+        Args:
+          inside: whether the prompt ends with <think>.
+          call: text at which the answer begins even without </think>; "": none.
+        """
+        self._inside = inside
+        self._ends = (END_THINK, call) if call else (END_THINK,)
+        self._end = re.compile("|".join(map(re.escape, self._ends)))
+        self._begun = False  # whether it is known how the text begins
+        self._trims = inside  # whether newlines are omitted that come next
+        self._held = ""
+
+    def mark(self, name: str) -> Parts:
+        """Reads a marker that is a special token."""
+        return self.push(name)
+
+    def push(self, text: str) -> Parts:
+        """Divides new text."""
+        text, self._held, reasoning = self._held + text, "", ""
+        if not self._begun:
+            start = text.lstrip()
+            if len(start) < len(THINK) and THINK.startswith(start):
+                self._held = text
+                return "", ""
+            self._begun = True
+            if start.startswith(THINK):
+                self._inside = self._trims = True
+                text = start.removeprefix(THINK)
+        if self._inside:
+            reasoning, text = self._divided(text)
+        return reasoning, text if self._inside else self._trimmed(text)
+
+    def finish(self) -> Parts:
+        """Divides what was held back, which has not become a marker."""
+        text, self._held = self._held, ""
+        return (self._trimmed(text).rstrip("\n"), "") if self._inside else ("", text)
+
+    def _divided(self, text: str) -> Parts:
+        """Returns (new text of the reasoning, what follows it)."""
+        if found := self._end.search(text):
+            reasoning = self._trimmed(text[: found.start()].rstrip("\n"))
+            self._inside, self._trims = False, True
+            return reasoning, text[found.end() if found[0] == END_THINK else found.start() :]
+        end = len(text) - max(overlap(text, end) for end in self._ends)
+        reasoning = text[:end].rstrip("\n")
+        self._held = text[len(reasoning) :]
+        return self._trimmed(reasoning), ""
+
+    def _trimmed(self, text: str) -> str:
+        if self._trims:
+            text = text.lstrip("\n")
+            self._trims = not text
+        return text
+
+
+def split_after(
+    tokenizer: Any, special: Mapping[int, str], prompt: Sequence[int], grammar: Grammar | None
+) -> Channels | Thinking | None:
+    """Returns what divides the text after a prompt; None: all of it is the answer.
+
+    Args:
+      tokenizer: a fast tokenizer of transformers.
+      special: its special tokens.
+      prompt: the tokens before the text.
+      grammar: of the text. What it constrains does not belong to the reasoning of the prompt.
+    """
+    backend = tokenizer.backend_tokenizer
+    if {CHANNEL, MESSAGE} <= {*special.values()}:
+        return Channels(prompt, special, backend)
+    if END_THINK not in chat_template(tokenizer):
+        return None
+    tail = backend.decode([*prompt[-TAIL:]], skip_special_tokens=False).rstrip()
+    call = "" if grammar is None else grammar.free_until
+    return Thinking(tail.endswith(THINK) and (grammar is None or bool(call)), call)
+
+
+def chat_template(tokenizer: Any) -> str:
+    """Returns the chat template of a tokenizer, or several of them in one text; "" without."""
+    template = getattr(tokenizer, "chat_template", None) or ""
+    return template if isinstance(template, str) else "\n".join(map(str, template.values()))
+
+
+def overlap(text: str, string: str) -> int:
+    """Returns the length of the longest end of a text that begins, but is not, a string."""
+    start = text.find(string[0], max(0, len(text) - len(string) + 1))
+    while start >= 0 and not string.startswith(text[start:]):
+        start = text.find(string[0], start + 1)
+    return len(text) - start if start >= 0 else 0
