@@ -13,9 +13,9 @@ OPTIONS = '\n%llguidance {"no_forcing": true}'
 # Between the tokens of JSON, so that a model cannot write spaces without end.
 SPACE = " ?"
 MAX_CHARACTERS = 2**16  # 2,000 properties take about half a second
-# Of a rule: they end a text on the host, or cannot be rolled back.
 EXCERPT = re.compile(r"^ *\d+ \| ", re.MULTILINE)  # the begin of its first line, in errors
-UNSUPPORTED = re.compile(r"\[[^\]\n]*\b(max_tokens|temperature|stop)\s*=")
+# Attributes of a rule that end a text on the host, or cannot be rolled back.
+UNSUPPORTED = re.compile(r"[\[,]\s*(max_tokens|temperature|stop)\s*=")
 
 
 @dataclasses.dataclass(frozen=True)

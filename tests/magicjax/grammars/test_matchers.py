@@ -148,6 +148,11 @@ WRONG = {
     "a type": (lambda: Grammar.json_schema({"type": "x"}), ValueError, "JSON schema is not supp"),
     "no rule": (lambda: Grammar.lark("a: b"), ValueError, "the grammar is not supported"),
     "an attribute": (lambda: Grammar.lark("start[max_tokens=3]: /a*/"), ValueError, "max_tokens"),
+    "a later attribute": (
+        lambda: Grammar.lark('start[capture="]", temperature=1]: /a*/'),
+        ValueError,
+        "temperature",
+    ),
     "no choice": (lambda: Grammar.choice([]), ValueError, "at least one text"),
     "a choice of numbers": (lambda: Grammar.choice([1]), TypeError, "a list of strings"),
 }
