@@ -198,10 +198,14 @@ def allowed_of(
     def matcher(grammar: Grammar, ends: tuple[int, ...]) -> Matcher:
         return Matcher(target, grammar, ends)
 
-    return first_masks(
-        [matcher(each.grammar, each.end_tokens(eos)) if each.grammar else None for each in params],
-        target.config.vocab_size,
-    )
+    rows = [
+        matcher(each.grammar, each.end_tokens(eos)) if each.grammar else None for each in params
+    ]
+    allowed = first_masks(rows, target.config.vocab_size)
+    for each in rows:
+        if each is not None and each.error:
+            raise ValueError(f"the grammar is not supported: {each.error}")
+    return allowed
 
 
 def _check_devices(

@@ -178,7 +178,7 @@ def run_grammar_rounds(
     """Returns (the state, seconds, rounds) after `rounds`, or after a row has ended.
 
     The arguments are those of `run_rounds`; the state is donated. A row whose matcher has an error
-    is not masked.
+    ends with EOS.
     """
     begin, ran, vocab_size = time.perf_counter(), 0, request.target.config.vocab_size
     programs: dict[str, jax.stages.Compiled] = {}  # to find one takes a millisecond

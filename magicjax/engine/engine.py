@@ -339,10 +339,6 @@ class Engine:
             handle.drafted = int(nodes[slot])
             tokens = output[slot, : emitted[slot]]
             self._deliver(handle, tokens, logprobs and logprobs[slot], ended[slot])
-            matcher = handle.request.matcher
-            if matcher is not None and matcher.error and not handle.finished:
-                logger.warning("a request ends: its grammar cannot be followed: %s", matcher.error)
-                self._end(handle, "error")
 
     def _run_loop(self, arm: Arm, rounds: int, rows: int) -> tuple[DecodeState, float]:
         """Returns the state after a row has ended, or after `rounds`, and the seconds.
@@ -439,7 +435,11 @@ class Engine:
         new = slice(handle.emitted, len(tokens))
         handle.emitted = len(tokens)
         stopped = handle.deliver(tokens[new], logprobs and logprobs[new], time.monotonic())
-        if stopped or ended:
+        matcher = handle.request.matcher
+        if matcher is not None and (error := matcher.error):  # its masks allow EOS alone
+            logger.warning("a request ends: its grammar cannot be followed: %s", error)
+            self._end(handle, "error")
+        elif stopped or ended:
             last, params = tokens[-1] if len(tokens) else None, handle.request.params
             stopped |= last in params.stop_token_ids
             is_eos = last in self._eos and not params.ignore_eos

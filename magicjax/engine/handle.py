@@ -14,7 +14,7 @@ from magicjax.engine.request import EngineRequest
 from magicjax.verification.logprobs import LogProbs
 
 # Why a request ended: an EOS token, its limit of new tokens, a stop string or token,
-# `Handle.cancel`, or its deadline.
+# `Handle.cancel`, its deadline, or a grammar that exceeds its limits in the middle of the text.
 FINISH_REASONS = ("eos", "length", "stop", "cancelled", "deadline", "error")
 
 

@@ -83,7 +83,7 @@ class Job:
             if isinstance(event, ApiError):
                 raise event
             if isinstance(event.value, Result) and event.value.finish_reason == "error":
-                raise server_error("the grammar of the request exceeds the limits of its parser")
+                raise ApiError(400, "the grammar of the request exceeds the limits of its parser")
             missing -= isinstance(event.value, Result)
             yield event
 

@@ -2,12 +2,13 @@
 
 import functools
 
+import llguidance
 import numpy as np
 import pytest
 
 import magicjax
 from magicjax.decoding import program_cache
-from magicjax.grammars.matcher import Matcher
+from magicjax.grammars import matcher
 from tests.magicjax.engine import engines
 from tests.magicjax.grammars import spelled
 from tests.magicjax.grammars.test_constrained_texts import ENDING, PATTERN
@@ -110,14 +111,17 @@ def test_wrong_grammars_are_errors_at_submit():
     assert not engine.unfinished
 
 
-def test_a_grammar_that_cannot_be_followed_ends_its_request_alone(monkeypatch):
-    engine, limit = make("plain"), 3
-    monkeypatch.setattr(Matcher, "error", property(lambda self: "x" * (self.length > limit)))
-    handles = [submit(engine, 0, PATTERN), submit(engine, 1, None)]
+@pytest.mark.parametrize("states, emitted", [(6, 0), (20, 3)])
+def test_a_grammar_that_cannot_be_followed_ends_its_request_alone(monkeypatch, states, emitted):
+    """At its first token, and later. The text that has no match does not end with "eos"."""
+    limits = llguidance.LLParserLimits(max_lexer_states=states, verbose_errors=False)
+    monkeypatch.setattr(matcher, "limits", lambda: limits)
+    pattern, engine = "[a-m]{3}[n-z]{3}[a-m]{3}[n-z]{4}[a-z]{3}", make("plain")
+    handles = [submit(engine, 0, pattern), submit(engine, 1, None)]
     engine.run()
     found = handles[0].result()
-    assert found.finish_reason == "error" and len(found.tokens) <= limit + 2
+    assert found.finish_reason == "error" and len(found.text) <= emitted
     np.testing.assert_array_equal(handles[1].result().tokens, expected(1, None))
-    with pytest.raises(RuntimeError, match="row 0: the grammar cannot be followed"):
-        params = magicjax.SamplingParams(grammar=magicjax.Grammar.regex(PATTERN), max_tokens=9)
+    params = magicjax.SamplingParams(grammar=magicjax.Grammar.regex(pattern), max_tokens=20)
+    with pytest.raises((ValueError, RuntimeError), match="too many states"):
         magicjax.generate(spelled.target(), [engines.prompts()[0].tolist()], params)

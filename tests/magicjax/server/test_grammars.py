@@ -77,6 +77,15 @@ def test_a_grammar_beyond_the_limits_is_refused(client):
     assert raised.value.param == "response_format"
 
 
+def test_a_grammar_beyond_the_limits_in_the_middle_of_a_text_is_an_error_of_the_client(client):
+    rules = [f"a{i}" for i in range(1000)]  # all may follow the digits
+    lark = "\n".join([f"start: /[0-9]{{9}}/ {' '.join(rules)}", *(f'{x}: "{x}"?' for x in rules)])
+    given = {"response_format": {"type": "lark", "lark": lark}}
+    with pytest.raises(openai.BadRequestError, match="exceeds the limits of its parser"):
+        chat(client, extra_body=given, max_tokens=100)
+    assert completion(client, PROMPT).choices[0].text
+
+
 def test_a_server_without_grammars_refuses_them(target):
     engine = serving.make_engine(target, grammars=False)
     with (
