@@ -7,11 +7,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from magicjax.grammars import trial
+
 # Every tokenization of a text is allowed. Otherwise llguidance allows only one where the grammar
 # forces the text, and the distribution of texts would change.
 OPTIONS = '\n%llguidance {"no_forcing": true}'
 # Between the tokens of JSON, so that a model cannot write spaces without end.
 SPACE = " ?"
+MAX_LEXER_STATES = 50_000  # of 1 to 2 KiB
 MAX_CHARACTERS = 2**16  # 2,000 properties take about half a second
 EXCERPT = re.compile(r"^ *\d+ \| ", re.MULTILINE)  # the begin of its first line, in errors
 # Attributes of a rule that end a text on the host, or cannot be rolled back.
@@ -25,6 +28,9 @@ class Grammar:
     A text ends with EOS where the grammar allows its end. A text that reaches its limit of new
     tokens before is the beginning of a match.
 
+    With `untrusted`, a grammar is first compiled in a process of its own: one that takes more than
+    2 s of CPU or 1 GiB there is an error. It takes 0.1 s for a new grammar.
+
     Attributes:
       text: the grammar in llguidance's variant of Lark.
       free_until: what ends free text at the begin, such as the marker of a call; "": none is free.
@@ -34,7 +40,7 @@ class Grammar:
     free_until: str = ""
 
     @classmethod
-    def lark(cls, text: str) -> "Grammar":
+    def lark(cls, text: str, *, untrusted: bool = False) -> "Grammar":
         """Returns a context-free grammar in Lark's syntax, of the rule `start`.
 
         The variant of the syntax is llguidance's, with inline schemas as `%json {...}` and special
@@ -48,10 +54,10 @@ class Grammar:
             raise ValueError(
                 f"the grammar has the attribute {found[1]}, which is not supported: omit it"
             )
-        return _checked(cls(text + OPTIONS), "the grammar")
+        return of_rules(text, untrusted)
 
     @classmethod
-    def regex(cls, pattern: str) -> "Grammar":
+    def regex(cls, pattern: str, *, untrusted: bool = False) -> "Grammar":
         """Returns the grammar of the texts that match a regular expression from begin to end.
 
         The syntax is that of Rust's crate `regex`, without look-around.
@@ -60,10 +66,13 @@ class Grammar:
           TypeError, ValueError: not a string, a syntax error, or an expression beyond the limits.
         """
         _check_text("pattern", pattern)
-        return _checked(cls(f"start: {terminal(pattern)}{OPTIONS}"), "the regular expression")
+        grammar = cls(f"start: {terminal(pattern)}{OPTIONS}")
+        return _checked(grammar, "the regular expression", untrusted)
 
     @classmethod
-    def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> "Grammar":
+    def json_schema(
+        cls, schema: Mapping[str, Any] | bool | str, *, untrusted: bool = False
+    ) -> "Grammar":
         """Returns the grammar of the JSON texts that a JSON schema (draft 2020-12) describes.
 
         All of them are valid. Properties have the order of the schema, and at most one space
@@ -82,7 +91,7 @@ class Grammar:
                 raise ValueError(f"the JSON schema is not valid JSON: {error}") from error
         if not isinstance(schema, Mapping | bool):
             raise TypeError(f"schema has type {type(schema).__name__}: pass a dict, or JSON text")
-        return _checked(cls(f"start: {inline(schema)}{OPTIONS}"), "the JSON schema")
+        return _checked(cls(f"start: {inline(schema)}{OPTIONS}"), "the JSON schema", untrusted)
 
     @classmethod
     def json_object(cls) -> "Grammar":
@@ -102,6 +111,11 @@ class Grammar:
             raise ValueError("choice=[]: it must have at least one text")
         rule = " | ".join(map(json.dumps, texts))
         return _checked(cls(f"start: {rule}{OPTIONS}"), "the choice")
+
+
+def of_rules(text: str, untrusted: bool = False) -> Grammar:
+    """Returns the grammar of Lark rules without attributes that are not supported."""
+    return _checked(Grammar(text + OPTIONS), "the grammar", untrusted)
 
 
 def terminal(pattern: str) -> str:
@@ -124,13 +138,15 @@ def _check_text(name: str, value: Any) -> None:
         raise TypeError(f"{name} has type {type(value).__name__}: it must be a string")
 
 
-def _checked(grammar: Grammar, what: str) -> Grammar:
+def _checked(grammar: Grammar, what: str, untrusted: bool = False) -> Grammar:
     """Returns the grammar if it is supported; raises ValueError otherwise."""
     if len(grammar.text) > MAX_CHARACTERS:
         raise ValueError(
             f"{what} has {len(grammar.text):,} characters, and at most {MAX_CHARACTERS:,} are "
             "supported: simplify it"
         )
+    if untrusted:
+        trial.check(grammar.text, MAX_LEXER_STATES)
     if reason := _error(grammar.text):
         raise ValueError(f"{what} is not supported: {reason}")
     return grammar
@@ -150,11 +166,8 @@ def one_line(reason: str) -> str:
 
 
 def limits() -> Any:
-    """Returns the most work of one grammar and of one mask, about 20 ms and 5 ms.
-
-    The states of the lexer take 1 to 2 KiB each.
-    """
-    return library().LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+    """Returns the most work of one grammar and of one mask, about 20 ms and 15 ms for most."""
+    return library().LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
 
 
 def library() -> Any:

@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import concurrent.futures
 import dataclasses
 import hmac
 import importlib.resources
@@ -37,6 +38,8 @@ CLOSED = 499  # a client that has disconnected receives nothing; the status is f
 PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 )
+GRAMMAR_THREADS = 2
+WITH_GRAMMARS = (b'"response_format"', b'"tools"')  # fields of a body
 NOTHING = NewTokens(np.zeros(0, np.int32), "", None)
 
 Parse = Callable[[bytes, Served], Generation]
@@ -94,6 +97,8 @@ class _Routes:
         worker.on_result = self._metrics.count
         page = importlib.resources.files("magicjax.server").joinpath("status.html")
         self._page = page.read_text("utf-8")
+        # The trial of a grammar can take seconds; requests without one do not wait for it.
+        self._compiling = concurrent.futures.ThreadPoolExecutor(GRAMMAR_THREADS, "grammars")
 
     def guarded(self, handler: Handler) -> Handler:
         """Returns the handler for requests with the key."""
@@ -128,7 +133,9 @@ class _Routes:
         return handle
 
     async def _respond(self, request: Request, parse: Parse, data: bytes) -> Response:
-        generation = await asyncio.to_thread(parse, data, self._served)
+        executor = self._compiling if any(field in data for field in WITH_GRAMMARS) else None
+        loop = asyncio.get_running_loop()
+        generation = await loop.run_in_executor(executor, parse, data, self._served)
         worker, texts = self._worker, self._texts
         job = await worker.submit(generation)
         request.state.job = job  # for the access log

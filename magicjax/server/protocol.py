@@ -286,13 +286,7 @@ def _params(
 ) -> SamplingParams:
     """Returns the parameters of a request, which the engine accepts."""
     config = served.config
-    grammar = _grammar(body) if tools is None else _grammar_of_tools(tools)
-    unconstrained = not config.grammars or any(getattr(body, x) for x in UNCONSTRAINED)
-    if tools is not None and not tools.must_match and unconstrained:
-        grammar = None
-    if grammar is not None and not config.grammars:
-        field = "response_format" if tools is None else "tools"
-        raise ApiError(400, f"{field}: the server has no grammars", param=field)
+    grammar = _grammar(body, config) if tools is None else _grammar_of_tools(tools, body, config)
     try:
         params = SamplingParams(
             temperature=_temperature(body, config),
@@ -333,31 +327,44 @@ def _bias(given: Mapping[str, float]) -> dict[int, float]:
     return {int(name): value for name, value in given.items()}
 
 
-def _grammar(body: CompletionBody | ChatBody) -> Grammar | None:
+def _grammar(body: CompletionBody | ChatBody, config: EngineConfig) -> Grammar | None:
     """Returns the grammar of a request."""
     given = body.response_format
     if given is None or given.type == "text":
         return None
+    _check_grammars(config, "response_format")
     try:
         if given.json_schema is not None:
-            return Grammar.json_schema(given.json_schema.definition)
+            return Grammar.json_schema(given.json_schema.definition, untrusted=True)
         if given.regex is not None:
-            return Grammar.regex(given.regex)
+            return Grammar.regex(given.regex, untrusted=True)
         if given.lark is not None:
-            return Grammar.lark(given.lark)
+            return Grammar.lark(given.lark, untrusted=True)
         return Grammar.json_object()
     except (ValueError, TypeError, ImportError) as error:
         raise ApiError(400, str(error), param="response_format") from error
 
 
-def _grammar_of_tools(tools: Tools) -> Grammar | None:
+def _grammar_of_tools(
+    tools: Tools, body: CompletionBody | ChatBody, config: EngineConfig
+) -> Grammar | None:
     """Returns the grammar of texts that may call tools; None: it is not supported or required."""
+    if tools.must_match:
+        _check_grammars(config, "tools")
+    elif not config.grammars or any(getattr(body, name) for name in UNCONSTRAINED):
+        return None
     try:
         return tools.grammar()
     except (ValueError, ImportError) as error:
         if not tools.must_match:
             return None
         raise ApiError(400, str(error), param="tools") from error
+
+
+def _check_grammars(config: EngineConfig, field: str) -> None:
+    """Raises ApiError if the server has no grammars."""
+    if not config.grammars:
+        raise ApiError(400, f"{field}: the server has no grammars", param=field)
 
 
 def _tokens(make: Callable[[], list[np.ndarray]], field: str) -> list[np.ndarray]:

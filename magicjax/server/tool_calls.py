@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from pydantic_core import from_json
 
 from magicjax.decoding.reasoning import chat_template, overlap
-from magicjax.grammars.grammar import Grammar, inline, terminal
+from magicjax.grammars.grammar import Grammar, inline, of_rules, terminal
 from magicjax.server.bodies import ChatBody, Function, Message, NamedTool, shown
 from magicjax.server.errors import ApiError
 
@@ -88,24 +88,34 @@ class Tools:
         Raises:
           ValueError: the parameters of a function are not supported.
         """
+        try:
+            made = of_rules(self._rules(), untrusted=True)
+        except ValueError:
+            for function in self.functions:
+                _check_parameters(function)  # with an error that names the function
+            raise
+        free = self.format.begin if not self.required and self.format.end else ""
+        return dataclasses.replace(made, free_until=free)
+
+    def _rules(self) -> str:
+        """Returns the rules of the grammar."""
         call = "call: " + " | ".join(
             f"{_quoted(f'{{"name": "{function.name}", "{self.format.field}": ')} "
-            f"{_arguments(function)} {_quoted('}')}"
+            f"{_parameters(function)} {_quoted('}')}"
             for function in self.functions
         )
         begin, end = _quoted(f"{self.format.begin}\n"), _quoted(f"\n{self.format.end}")
         if not self.format.end:
             start = "call" if self.required else f"{terminal(NO_CALL)} | call"
-            return Grammar.lark(f"start: {start}\n{call}")
+            return f"start: {start}\n{call}"
         more = f' ("\\n" {begin} call {end})*' if self.parallel else ""
         rules = [f"calls: call {end}{more}", call]
         if self.required:
-            return Grammar.lark("\n".join([f"start: {begin} calls", *rules]))
+            return "\n".join([f"start: {begin} calls", *rules])
         # Free text up to the first marker; lazy, so that nothing else can follow a marker.
         head = f"head[lazy]: /(?s:.*)/ {_quoted(self.format.begin)}"
         start = r'start: TEXT | head "\n" calls'
-        made = Grammar.lark("\n".join([start, "TEXT: /(?s:.*)/", head, *rules]))
-        return dataclasses.replace(made, free_until=self.format.begin)
+        return "\n".join([start, "TEXT: /(?s:.*)/", head, *rules])
 
 
 def tools_of(body: ChatBody, tokenizer: Any, form: Format | None) -> Tools | None:
@@ -366,15 +376,22 @@ def _definition(function: Function) -> dict[str, Any]:
     return {"type": "function", "function": described | {"parameters": parameters}}
 
 
-def _arguments(function: Function) -> str:
+def _parameters(function: Function) -> str:
     """Returns the arguments of a function as a part of a grammar."""
     schema = function.parameters or NO_PARAMETERS
     try:
         if schema.get("type") != "object":
             raise ValueError('the JSON schema of parameters must have "type": "object"')
-        Grammar.json_schema(schema)  # with an error that names this function
         return inline(schema)
     except (ValueError, TypeError) as error:
+        raise ValueError(f"tools: the function {function.name!r}: {error}") from error
+
+
+def _check_parameters(function: Function) -> None:
+    """Raises ValueError if the parameters of a function are not supported."""
+    try:
+        Grammar.json_schema(function.parameters or NO_PARAMETERS, untrusted=True)
+    except ValueError as error:
         raise ValueError(f"tools: the function {function.name!r}: {error}") from error
 
 

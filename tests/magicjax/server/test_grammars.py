@@ -7,6 +7,7 @@ import openai
 import pytest
 
 import magicjax
+from magicjax.grammars import trial
 from tests.magicjax.server import serving
 from tests.magicjax.server.test_openai_client import chat, completion, text
 
@@ -75,6 +76,32 @@ def test_a_grammar_beyond_the_limits_is_refused(client):
     with pytest.raises(openai.BadRequestError, match="characters, and at most") as raised:
         chat(client, extra_body={"response_format": given})
     assert raised.value.param == "response_format"
+
+
+BOMBS = {
+    "states": {"type": "integer", "multipleOf": 9_999_991},
+    "references": {
+        "$defs": {f"{i:x}": {"items": {"$ref": f"#/$defs/{i + 1:x}"}} for i in range(1200)}
+        | {"4b0": {}},
+        "$ref": "#/$defs/0",
+    },
+    "intersections": "start: A\nA: "
+    + " & ".join(f"/(.{{{n}}})*/" for n in (2, 3, 5, 7, 11, 13, 17, 19, 23, 29)),
+    "parentheses": "start: a0\n"
+    + "\n".join(f"a{i}: {'(' * 25}a{i + 1}{')' * 25}" for i in range(400))
+    + '\na400: "x"',
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_grammar_that_would_hang_or_end_the_process_is_refused(client, monkeypatch, name):
+    monkeypatch.setattr(trial, "SECONDS", 1)
+    if isinstance(bomb := BOMBS[name], str):
+        given = {"type": "lark", "lark": bomb}
+    else:
+        given = {"type": "json_schema", "json_schema": {"name": "bomb", "schema": bomb}}
+    with pytest.raises(openai.BadRequestError, match="1024 MiB to compile"):
+        chat(client, extra_body={"response_format": given})
 
 
 def test_a_grammar_beyond_the_limits_in_the_middle_of_a_text_is_an_error_of_the_client(client):

@@ -17,6 +17,7 @@ import magicjax
 import models
 from magicjax.cli.serve import TOOL_FORMATS
 from magicjax.engine.handle import NewTokens
+from magicjax.grammars import trial
 from magicjax.grammars.grammar import Grammar
 from magicjax.server import bodies, protocol, tool_calls
 from magicjax.server.bodies import Function
@@ -369,6 +370,21 @@ def test_grammars_have_calls_that_are_valid_and_other_text(form):
         assert not accepts(auto, form.begin + "{") and not accepts(
             auto, f"{form.begin}\n{wrong[0]}"
         )
+
+
+def test_parameters_whose_work_has_no_bound_are_an_error_that_names_the_function(monkeypatch):
+    monkeypatch.setattr(trial, "SECONDS", 1)
+    properties = {"n": {"type": "integer", "multipleOf": 9_999_991}}
+    functions = [Function(name="f", parameters={"type": "object", "properties": properties})]
+    with pytest.raises(ValueError, match="'f': the grammar takes more than 1 s"):
+        Tools(LLAMA3, [], functions, required=True, parallel=False).grammar()
+
+
+def test_a_description_is_no_attribute_of_a_rule():
+    parameters = CITY | {"description": "of a model [max_tokens=5, temperature=1]"}
+    functions = [Function(name="f", parameters=parameters)]
+    grammar = Tools(LLAMA3, [], functions, required=True, parallel=False).grammar()
+    assert accepts(grammar, '{"name": "f", "parameters": {"city": "Rome"}}')
 
 
 @given(st.text(st.sampled_from("<tol_ca>\n"), max_size=30))
