@@ -55,6 +55,7 @@ class Matcher:
         self._ends = [token for token in ends if 0 <= token < size]
         self._words, self._bits = np.divmod(np.array(self._ends), WORD)
         tokenizer = tokenizer_of(target.tokenizer, self._ends[0], size)
+        self._width = words(tokenizer.vocab_size)  # more than W with tokens beyond the embedding
         self._matcher = library().LLMatcher(tokenizer, grammar.text, log_level=0, limits=limits())
         self.length = 0  # tokens so far
         if self.error:
@@ -75,7 +76,9 @@ class Matcher:
 
     def fill(self, allowed: UInt32[np.ndarray, "W"]) -> None:
         """Writes the mask of the next token."""
-        self._matcher.unsafe_compute_mask_ptr(allowed.ctypes.data, allowed.nbytes)
+        whole = np.empty(self._width, np.uint32)
+        self._matcher.unsafe_compute_mask_ptr(whole.ctypes.data, whole.nbytes)
+        allowed[:] = whole[: len(allowed)]
         first = allowed[self._words[0]] >> np.uint32(self._bits[0]) & np.uint32(1)
         for word, bit in zip(self._words[1:], self._bits[1:], strict=True):
             allowed[word] |= first << np.uint32(bit)
@@ -175,7 +178,8 @@ def tokenizer_of(tokenizer: Any, eos: int, vocab_size: int) -> Any:
     from llguidance.hf import from_tokenizer
 
     try:
-        made = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos)
+        size = max(vocab_size, len(tokenizer))
+        made = from_tokenizer(tokenizer, n_vocab=size, eos_token=eos)
     except ValueError as error:
         raise ValueError(
             "a grammar requires a tokenizer with a byte-level or byte-fallback decoder: "

@@ -86,6 +86,13 @@ def test_rows_without_a_grammar_allow_all_tokens():
     assert (tree_masks([None], np.zeros((1, 3), int), np.array([[-1, 0, 1]]), 40) == ALL).all()
 
 
+def test_a_tokenizer_may_have_tokens_beyond_the_embedding():
+    texts = (*TEXTS, *(f"c{i}" for i in range(40)))
+    target = target_of(texts, vocab=5)
+    assert after("ab", (), target).tolist() == [False, True, False, True, False]
+    assert after("ab", (3,), target).tolist() == [True, False, False, False, False]
+
+
 def test_a_text_may_end_with_any_of_its_ends():
     target = target_of((*TEXTS, "<stop>"))
     for tokens in ((), (1,), (1, 1)):
