@@ -195,12 +195,10 @@ def allowed_of(
         return None
 
     @functools.cache
-    def matcher(grammar: Grammar, ends: tuple[int, ...]) -> Matcher:
-        return Matcher(target, grammar, ends)
+    def matcher(grammar: Grammar, stop_token_ids: tuple[int, ...]) -> Matcher:
+        return Matcher(target, grammar, eos, stop_token_ids)
 
-    rows = [
-        matcher(each.grammar, each.end_tokens(eos)) if each.grammar else None for each in params
-    ]
+    rows = [matcher(each.grammar, each.stop_token_ids) if each.grammar else None for each in params]
     allowed = first_masks(rows, target.config.vocab_size)
     for each in rows:
         if each is not None and each.error:

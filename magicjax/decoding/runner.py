@@ -230,11 +230,13 @@ def matchers_of(request: Request) -> list[Matcher | None]:
     """Returns the matchers of the rows' empty texts; [] if no row has a grammar."""
     if request.allowed is None:
         return []
-    ends = global_arrays.fetch(request.eos).tolist()
-    return [
-        Matcher(request.target, params.grammar, of_row) if params.grammar else None
-        for params, of_row in zip(request.params, ends, strict=True)
-    ]
+    found: list[Matcher | None] = []
+    for params, ends in zip(request.params, global_arrays.fetch(request.eos).tolist(), strict=True):
+        stop = params.stop_token_ids
+        eos = [token for token in ends if token not in stop]
+        made = params.grammar and Matcher(request.target, params.grammar, eos, stop)
+        found.append(made or None)
+    return found
 
 
 def run_to_end(request: Request, state: DecodeState) -> tuple[DecodeState, float]:

@@ -41,6 +41,7 @@ from magicjax.engine.templates import (
     row_of_request,
     with_drafter,
 )
+from magicjax.grammars.grammar import Grammar
 from magicjax.grammars.matcher import Matcher
 from magicjax.model import Model
 from magicjax.sampling_params import SamplingParams
@@ -240,6 +241,7 @@ class Engine:
         """
         if self.unfinished:
             raise RuntimeError("warm_up with unfinished requests: call it before submit, or later")
+        target = self._templates.row.target
         longest = min(self._templates.capacity - 1, self.config.prefill_chunk + 1)
         params = SamplingParams(max_tokens=1, prompt_logprobs=self.config.logprobs)
         # These requests draft, whatever the timed rounds are: another program makes their state.
@@ -258,6 +260,9 @@ class Engine:
         for settings, rows in itertools.product(self._loops.values(), self._batch_sizes):
             speculation.variant(self._templates.slots, settings, rows).compiled(self._state)
         if self.config.grammars:
+            if target.tokenizer is not None and self._eos:
+                eos = self.config.eos_token_id
+                Matcher(target, Grammar.json_object(), eos)  # type: ignore[arg-type]
             for arm in self._loops:  # no row is live
                 self._state, *_ = self._run_grammar_rounds(arm, self._state, 1)
         self._prefixes.clear()

@@ -99,4 +99,4 @@ def _matcher(templates: Templates, params: SamplingParams) -> Matcher | None:
         return None
     eos = templates.config.eos_token_id
     assert isinstance(eos, tuple)
-    return Matcher(templates.row.target, params.grammar, params.end_tokens(eos))
+    return Matcher(templates.row.target, params.grammar, eos, params.stop_token_ids)

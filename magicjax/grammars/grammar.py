@@ -14,6 +14,7 @@ from magicjax.grammars import trial
 OPTIONS = '\n%llguidance {"no_forcing": true}'
 # Between the tokens of JSON, so that a model cannot write spaces without end.
 SPACE = " ?"
+SPACING = ("whitespace_flexible", "whitespace_pattern", "item_separator", "key_separator")
 MAX_LEXER_STATES = 50_000  # of 1 to 2 KiB
 MAX_CHARACTERS = 2**16  # 2,000 properties take about half a second
 EXCERPT = re.compile(r"^ *\d+ \| ", re.MULTILINE)  # the begin of its first line, in errors
@@ -127,7 +128,12 @@ def inline(schema: Mapping[str, Any] | bool) -> str:
     """Returns a JSON schema as a part of a Lark grammar."""
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
-    options = dict(schema.get("x-guidance") or {})
+    given = schema.get("x-guidance", {})
+    if not isinstance(given, Mapping) or given.keys() - SPACING:
+        raise ValueError(
+            f"x-guidance={json.dumps(given)}: it must be an object of {', '.join(SPACING)}"
+        )
+    options = dict(given)
     if "whitespace_flexible" not in options:
         options.setdefault("whitespace_pattern", SPACE)
     return f"%json {json.dumps(dict(schema) | {'x-guidance': options})}"

@@ -1,8 +1,10 @@
 """The state of texts under their grammars, on the host: which tokens may follow, at every node."""
 
 import functools
+import os
 import re
 from collections.abc import Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -39,22 +41,29 @@ def check(target: Any, eos: Sequence[int]) -> None:
 class Matcher:
     """One text under a grammar."""
 
-    def __init__(self, target: Any, grammar: Grammar, ends: Sequence[int]):
+    def __init__(
+        self, target: Any, grammar: Grammar, eos: Sequence[int], stop_token_ids: Sequence[int] = ()
+    ):
         """Starts an empty text.
 
         Args:
           target: a model.
           grammar: of the text.
-          ends: the tokens that end it, where the grammar allows the end; EOS first.
+          eos: the tokens that end it, which are allowed where the grammar allows the end alone.
+          stop_token_ids: others that end it, which are also allowed where they are its text.
 
         Raises:
           ValueError: a model without tokenizer or EOS, or a grammar that is not supported.
         """
-        check(target, ends)
+        check(target, eos)
         size = target.config.vocab_size
-        self._ends = [token for token in ends if 0 <= token < size]
-        self._words, self._bits = np.divmod(np.array(self._ends), WORD)
-        tokenizer = tokenizer_of(target.tokenizer, self._ends[0], size)
+        self._eos, stops = (
+            np.array([token for token in tokens if 0 <= token < size], int)
+            for tokens in (eos, stop_token_ids)
+        )
+        self._ends = frozenset([*self._eos.tolist(), *stops.tolist()])
+        self._all_ends = np.array(sorted(self._ends))
+        tokenizer = tokenizer_of(target.tokenizer, int(self._eos[0]), size)
         self._width = words(tokenizer.vocab_size)  # more than W with tokens beyond the embedding
         self._matcher = library().LLMatcher(tokenizer, grammar.text, log_level=0, limits=limits())
         self.length = 0  # tokens so far
@@ -76,12 +85,16 @@ class Matcher:
 
     def fill(self, allowed: UInt32[np.ndarray, "W"]) -> None:
         """Writes the mask of the next token."""
+        self._fill(self._matcher, allowed)
+
+    def _fill(self, matcher: Any, allowed: UInt32[np.ndarray, "W"]) -> None:
         whole = np.empty(self._width, np.uint32)
-        self._matcher.unsafe_compute_mask_ptr(whole.ctypes.data, whole.nbytes)
+        matcher.unsafe_compute_mask_ptr(whole.ctypes.data, whole.nbytes)
         allowed[:] = whole[: len(allowed)]
-        first = allowed[self._words[0]] >> np.uint32(self._bits[0]) & np.uint32(1)
-        for word, bit in zip(self._words[1:], self._bits[1:], strict=True):
-            allowed[word] |= first << np.uint32(bit)
+        if matcher.is_accepting():
+            np.bitwise_or.at(allowed, self._all_ends // WORD, _bits(self._all_ends))
+        elif not matcher.is_error():  # then EOS alone is allowed
+            np.bitwise_and.at(allowed, self._eos // WORD, ~_bits(self._eos))
 
     def forced(self) -> list[int]:
         """Returns the tokens of the text that the grammar forces next."""
@@ -104,13 +117,22 @@ class Matcher:
           allowed: of all nodes; those that the grammar does not allow are left as they are.
           node: its token is the last one of the text.
         """
-        self.fill(allowed[node])
+        self._fill_tree(self._matcher, tokens, children, allowed, node)
+
+    def _fill_tree(self, matcher: Any, tokens: Any, children: Any, allowed: Any, node: int) -> None:
+        self._fill(matcher, allowed[node])
         for child in children[node]:
             token = tokens[child]
-            if token in self._ends or not self._matcher.try_consume_tokens([token]):
+            if token in self._ends:
                 continue
-            self.fill_tree(tokens, children, allowed, child)
-            self._matcher.rollback(1)
+            # A copy: after a rollback, llguidance 1.9 can return the mask of the other branch.
+            after = matcher.deep_copy()
+            if after.try_consume_tokens([token]):
+                self._fill_tree(after, tokens, children, allowed, child)
+
+
+def _bits(tokens: Int[np.ndarray, "T"]) -> UInt32[np.ndarray, "T"]:
+    return np.uint32(1) << (tokens % WORD).astype(np.uint32)
 
 
 def forced_tokens(matchers: Sequence[Matcher | None], count: int) -> Int[np.ndarray, "B D"]:
@@ -149,15 +171,24 @@ def tree_masks(
       vocab_size: V.
     """
     allowed = np.full((*tokens.shape, words(vocab_size)), ALL)
-    for i, matcher in enumerate(matchers):
-        if matcher is None:
-            continue
+
+    def fill(row: int) -> None:
+        matcher = matchers[row]
+        assert matcher is not None
         children: list[list[int]] = [[] for _ in range(tokens.shape[1])]
-        for node, parent in enumerate(parents[i].tolist()):
-            if node and parent >= 0 and tokens[i, node] >= 0:
+        for node, parent in enumerate(parents[row].tolist()):
+            if node and parent >= 0 and tokens[row, node] >= 0:
                 children[parent].append(node)
-        matcher.fill_tree(tokens[i].tolist(), children, allowed[i])
+        matcher.fill_tree(tokens[row].tolist(), children, allowed[row])
+
+    # llguidance holds no lock of Python while it computes a mask.
+    list(_threads().map(fill, (i for i, one in enumerate(matchers) if one is not None)))
     return allowed
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count(), "masks")
 
 
 def words(vocab_size: int) -> int:

@@ -31,8 +31,8 @@ def bits(words: np.ndarray, vocab: int) -> np.ndarray:
     return found[..., :vocab].astype(bool)
 
 
-def after(pattern: str, tokens, target, ends=(0,)) -> np.ndarray:
-    matcher = Matcher(target, Grammar.regex(pattern), ends)
+def after(pattern: str, tokens, target, eos=(0,), stop=()) -> np.ndarray:
+    matcher = Matcher(target, Grammar.regex(pattern), eos, stop)
     matcher.push([*tokens])
     return bits(first_masks([matcher], target.config.vocab_size)[0], target.config.vocab_size)
 
@@ -81,6 +81,31 @@ def test_the_masks_of_a_tree_are_those_of_its_paths(data):
     np.testing.assert_array_equal(found, again)
 
 
+JSON = Grammar.json_object()
+PIECES = (spelled.END, '{"a":', 'Ġ{"', 'Ġ["', 'Ġ"', "a", "1", '"]', '":', '"', "}", "]", ",", "Ġ")
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations((2, 3, 4))])
+def test_a_branch_does_not_change_the_masks_of_another(order):
+    """With tokens that end one lexeme of JSON and begin another."""
+    target, vocab = target_of(PIECES), len(PIECES)
+    tokens, parents = [1], [-1]
+    for child in order:
+        tokens += [child, 5]
+        parents += [0, len(parents)]
+    matcher = Matcher(target, JSON, (0,))
+    matcher.push([1])
+    found = tree_masks([matcher], np.array([tokens]), np.array([parents]), vocab)
+    for node in range(len(tokens)):
+        path, at = [], node
+        while at >= 0:
+            path, at = [tokens[at], *path], parents[at]
+        alone = Matcher(target, JSON, (0,))
+        alone.push(path)
+        if not alone.error:
+            np.testing.assert_array_equal(found[0, node], first_masks([alone], vocab)[0])
+
+
 def test_rows_without_a_grammar_allow_all_tokens():
     assert (first_masks([None, None], 40) == ALL).all()
     assert (tree_masks([None], np.zeros((1, 3), int), np.array([[-1, 0, 1]]), 40) == ALL).all()
@@ -96,8 +121,19 @@ def test_a_tokenizer_may_have_tokens_beyond_the_embedding():
 def test_a_text_may_end_with_any_of_its_ends():
     target = target_of((*TEXTS, "<stop>"))
     for tokens in ((), (1,), (1, 1)):
-        found = after("aa", tokens, target, (0, 7))
-        assert found[0] == found[7] == (len(tokens) == 2)
+        for eos, stop in (((0, 7), ()), ((0,), (7,))):
+            found = after("aa", tokens, target, eos, stop)
+            assert found[0] == found[7] == (len(tokens) == 2)
+
+
+def test_tokens_with_text_that_end_a_text():
+    """EOS is not text; a stop token is, and ends the text there, too."""
+    names = [TEXTS[i] for i in np.flatnonzero(after("ab|ba", (), target_of(TEXTS), (0, 1)))]
+    assert names == ["b", "ab"]
+    assert after("ab|ba", (3,), target_of(TEXTS), (0, 1))[[0, 1]].all()
+    names = [TEXTS[i] for i in np.flatnonzero(after("ab|ba", (), target_of(TEXTS), (0,), (1,)))]
+    assert names == ["a", "b", "ab"]
+    assert after("ab|ba", (3,), target_of(TEXTS), (0,), (1,))[[0, 1]].all()
 
 
 def test_every_tokenization_of_a_forced_text_is_allowed():
@@ -154,6 +190,12 @@ WRONG = {
     "a list": (lambda: Grammar.json_schema([]), TypeError, "pass a dict"),
     "a type": (lambda: Grammar.json_schema({"type": "x"}), ValueError, "JSON schema is not supp"),
     "no rule": (lambda: Grammar.lark("a: b"), ValueError, "the grammar is not supported"),
+    "an option": (
+        lambda: Grammar.json_schema({"x-guidance": {"lenient": True}}),
+        ValueError,
+        "x-guidance=",
+    ),
+    "no options": (lambda: Grammar.json_schema({"x-guidance": "a"}), ValueError, "x-guidance="),
     "an attribute": (lambda: Grammar.lark("start[max_tokens=3]: /a*/"), ValueError, "max_tokens"),
     "a later attribute": (
         lambda: Grammar.lark('start[capture="]", temperature=1]: /a*/'),
