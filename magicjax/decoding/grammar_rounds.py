@@ -1,13 +1,13 @@
 """Rounds of rows with grammars, in three programs: `propose`, `score` and `verify`.
 
 While the device scores the nodes, the host computes their masks. Rounds without grammars run in the
-compiled loop.
+compiled loop. With `settings.rows`, only the first slots of an engine are decoded.
 """
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int, UInt32
 
-from magicjax.decoding import loop
+from magicjax.decoding import loop, slots
 from magicjax.decoding.loop import DecodeState
 from magicjax.drafters.base import Drafter
 from magicjax.grammars import masking
@@ -22,7 +22,7 @@ def propose(
     settings: Settings, target: Model, drafter: Drafter | None, state: DecodeState
 ) -> tuple[Nodes, PerDevice]:
     """Returns ((tokens, parents) of the nodes of a round, what the other programs need)."""
-    proposed = loop.propose(settings, target, drafter, state)
+    proposed = loop.propose(settings, target, drafter, _part(settings, state))
     tokens = proposed.proposal.tokens
     parents = jnp.broadcast_to(jnp.asarray(proposed.proposal.parents, jnp.int32), tokens.shape)
     return (tokens, parents), PerDevice.pack(proposed)
@@ -36,7 +36,8 @@ def score(
     proposed: PerDevice,
 ) -> PerDevice:
     """Returns the target's logits of the nodes, not masked yet, and what `verify` needs besides."""
-    return PerDevice.pack(loop.score(settings, target, drafter, state, proposed.unpack()))
+    part = _part(settings, state)
+    return PerDevice.pack(loop.score(settings, target, drafter, part, proposed.unpack()))
 
 
 def verify(
@@ -52,4 +53,10 @@ def verify(
     found: loop.Scored = scored.unpack()
     logits = masking.mask(found.logits, allowed, target.config.vocab_size, target.split.axes)
     found = found.replace(logits=logits)  # type: ignore[attr-defined]
-    return loop.verify_and_commit(settings, target, drafter, state, proposed.unpack(), found)
+    begun = _part(settings, state), proposed.unpack(), found
+    part = loop.verify_and_commit(settings, target, drafter, *begun)
+    return part if settings.rows is None else slots.with_first_rows(state, part)
+
+
+def _part(settings: Settings, state: DecodeState) -> DecodeState:
+    return state if settings.rows is None else slots.first_rows(state, settings.rows)

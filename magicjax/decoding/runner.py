@@ -203,7 +203,8 @@ def run_grammar_rounds(
             nodes, proposed = call("propose", *arguments)
             scored = call("score", *arguments, proposed)
             tokens, parents = global_arrays.fetch(nodes)
-            allowed = global_arrays.put(tree_masks(live, tokens, parents, vocab_size), rows)
+            masks = tree_masks(live[: len(tokens)], tokens, parents, vocab_size)
+            allowed = global_arrays.put(masks, rows)
             state = call("verify", *arguments, proposed, scored, allowed)
             live, ended = _push(matchers, state)
             ran += 1

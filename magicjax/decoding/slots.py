@@ -64,17 +64,17 @@ def decode_until_row_ends(
     On a mesh, each group of devices stops when one of its own rows has ended. With `settings.rows`
     only the first slots are decoded, and their caches are read and written in place.
     """
-    part = state if settings.rows is None else _first_rows(state, settings.rows)
+    part = state if settings.rows is None else first_rows(state, settings.rows)
     before = part.ended
 
     def goes_on(state):
         return (state.ended == before).all() & ~state.ended.all()
 
     part = run_while(goes_on, settings, target, drafter, part)
-    return part if settings.rows is None else _with_first_rows(state, part)
+    return part if settings.rows is None else with_first_rows(state, part)
 
 
-def _first_rows(state: DecodeState, rows: int) -> DecodeState:
+def first_rows(state: DecodeState, rows: int) -> DecodeState:
     """Returns the first rows of a state, with the arrays of all rows in caches."""
 
     def first(x):
@@ -87,8 +87,8 @@ def _first_rows(state: DecodeState, rows: int) -> DecodeState:
     return dataclasses.replace(part, **shared)
 
 
-def _with_first_rows(state: DecodeState, part: DecodeState) -> DecodeState:
-    """Returns the state with the first rows of `_first_rows` after some rounds."""
+def with_first_rows(state: DecodeState, part: DecodeState) -> DecodeState:
+    """Returns the state with the first rows of `first_rows` after some rounds."""
 
     def put(old, new):
         if isinstance(old, KVCache):

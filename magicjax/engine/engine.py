@@ -122,6 +122,8 @@ class Engine:
         self._eos = {*config.eos_token_id}
         self._loops = speculation.loops(slots, config.adaptive)
         self._batch_sizes = speculation.batch_sizes(slots, config.slots)
+        # One row or all: each size takes three programs for each arm.
+        self._grammar_batch_sizes = tuple({self._batch_sizes[0]: 0, self._batch_sizes[-1]: 0})
         self._compiled: dict[tuple[Arm, int], Compiled] = {}  # the loops that have run
         can_be_disabled = (
             config.adaptive and slots.drafter is not None and slots.drafter.can_be_disabled
@@ -263,8 +265,8 @@ class Engine:
             if target.tokenizer is not None and self._eos:
                 eos = self.config.eos_token_id
                 Matcher(target, Grammar.json_object(), eos)  # type: ignore[arg-type]
-            for arm in self._loops:  # no row is live
-                self._state, *_ = self._run_grammar_rounds(arm, self._state, 1)
+            for arm, rows in itertools.product(self._loops, self._grammar_batch_sizes):
+                self._state, *_ = self._run_grammar_rounds(arm, 1, rows)  # no row is live
         self._prefixes.clear()
         self.forget_texts()
         self._counters = Counters(self._loops)
@@ -319,7 +321,7 @@ class Engine:
         rounds = self._stall.rounds(self.config.rounds_per_step, waits)
         rounds = min(rounds, PROBE_ROUNDS) if controller.is_probe else rounds
         if any(handle.request.matcher for handle in running.values()):
-            s, seconds, rounds = self._run_grammar_rounds(controller.arm, self._state, rounds)
+            s, seconds, rounds = self._run_grammar_rounds(controller.arm, rounds, max(live) + 1)
         else:
             s, seconds = self._run_loop(controller.arm, rounds, max(live, default=0) + 1)
             rounds = global_arrays.fetch(s.rounds)
@@ -360,14 +362,16 @@ class Engine:
         return runner.run_until_row_ends(variant.running, loop, state)
 
     def _run_grammar_rounds(
-        self, arm: Arm, state: DecodeState, rounds: int
+        self, arm: Arm, rounds: int, rows: int
     ) -> tuple[DecodeState, float, int]:
-        """Returns the same, and the rounds, of all slots; donates the state."""
+        """Returns the same, and the rounds."""
         matchers: list[Matcher | None] = [None] * self.config.slots
         for slot, handle in self._scheduler.running.items():
             matchers[slot] = handle.request.matcher
-        variant = speculation.variant(self._templates.slots, self._loops[arm], len(matchers))
-        return runner.run_grammar_rounds(variant.running, variant.settings, state, rounds, matchers)
+        rows = next(n for n in self._grammar_batch_sizes if n >= rows)
+        variant = speculation.variant(self._templates.slots, self._loops[arm], rows)
+        begun = variant.running, variant.settings, self._state
+        return runner.run_grammar_rounds(*begun, rounds, matchers)
 
     def _prefill(self) -> None:
         """Prefills and inserts requests that wait while slots are free."""
