@@ -61,6 +61,7 @@ from pallas_kernels.cpu.packed import FLOATS, ROUNDED
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+GENERATION = "generation_config.json"
 QUANTIZATION = "quantization_config"
 PACKED_DTYPES = tuple(map(np.dtype, FLOATS))
 # Names of tensors in models that also read images: in the text decoder, and elsewhere.
@@ -149,6 +150,7 @@ def load_checkpoint(
     """
     path = pathlib.Path(path)
     config, quantization, stored = _open(path)
+    special = special_tokens(path)
     dtype = _common_dtype(path, stored) if dtype is None else np.dtype(dtype)
     if dtype not in map(np.dtype, DTYPES.values()):
         names = ", ".join(np.dtype(known).name for known in DTYPES.values())
@@ -167,7 +169,7 @@ def load_checkpoint(
     read = parameter_reader(module, quantization, path)
     params = read_params(module, stored, read, sharding_of, lazy_blocks)
     of_layer = functools.partial(read_block, stored, read)
-    return Checkpoint(module, params, of_layer, **special_tokens(path))
+    return Checkpoint(module, params, of_layer, **special)
 
 
 def stored_dtype(path: str | os.PathLike) -> np.dtype:
@@ -303,15 +305,27 @@ def special_tokens(path: pathlib.Path) -> dict[str, Any]:
     """Returns the ids `eos_token_ids`, `bos_token_id` and `pad_token_id` as in `Checkpoint`.
 
     generation_config.json has precedence over config.json.
+
+    Raises ValueError for a value that is no token id.
     """
-    settings = _read_json(path / "config.json")
-    if (path / "generation_config.json").is_file():
-        generation = _read_json(path / "generation_config.json")
-        settings |= {key: value for key, value in generation.items() if value is not None}
-    eos = settings.get("eos_token_id")
-    eos = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-    others = {key: settings.get(key) for key in ("bos_token_id", "pad_token_id")}
-    return {"eos_token_ids": eos, **others}
+    ids = dict[str, Any](eos_token_id=(), bos_token_id=None, pad_token_id=None)
+    for file in (path / "config.json", path / GENERATION):
+        settings = _read_json(file) if file == path / "config.json" or file.is_file() else {}
+        for key in ids:
+            if (value := settings.get(key)) is not None:
+                ids[key] = _token_ids(file, key, value)
+    return {"eos_token_ids": ids.pop("eos_token_id"), **ids}
+
+
+def _token_ids(file: pathlib.Path, key: str, value: Any) -> Any:
+    """Returns the id that a file names, of `eos_token_id` all of them."""
+    is_eos = key == "eos_token_id"
+    several = value if is_eos and isinstance(value, list) else [value]
+    least = 0 if is_eos else -1  # in LLaMA 1, for no token
+    if any(not isinstance(i, int) or isinstance(i, bool) or i < least for i in several):
+        kind = "a token id, or an array of token ids" if is_eos else "a token id"
+        raise ValueError(f"{file} has {key}={json.dumps(value)}: it must be {kind}")
+    return tuple(several) if is_eos else value
 
 
 def sampling_defaults(path: pathlib.Path) -> dict[str, Any]:
@@ -322,9 +336,9 @@ def sampling_defaults(path: pathlib.Path) -> dict[str, Any]:
 
     Raises ValueError for a value of another type.
     """
-    if not (path / "generation_config.json").is_file():
+    if not (path / GENERATION).is_file():
         return {}
-    generation = _read_json(path / "generation_config.json")
+    generation = _read_json(path / GENERATION)
     sample = generation.get("do_sample")
     if sample is False:
         return {}
@@ -334,7 +348,7 @@ def sampling_defaults(path: pathlib.Path) -> dict[str, Any]:
     found = {key: x for key, x in found.items() if x is not None and x != SAMPLING_KEYS[key]}
     for key, kind in SAMPLING_TYPES.items():
         if key in found:
-            check_type(key, found[key], kind, "generation_config.json")
+            check_type(key, found[key], kind, GENERATION)
     return found
 
 

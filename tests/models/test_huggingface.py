@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 
 import flax.linen as nn
 import jax
@@ -172,6 +173,23 @@ def test_token_ids_come_back_and_are_optional(tiny, tmp_path):
     (path / "generation_config.json").unlink()
     found = models.load_checkpoint(path)
     assert (found.eos_token_ids, found.bos_token_id, found.pad_token_id) == ((), None, None)
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_token_ids_of_a_wrong_type_are_errors(file, saved):
+    several = "a token id, or an array of token ids"
+    wrong = ("0", ["0"], {"a": 1}, 0.5, True, -1, [[1]])
+    cases = [("eos_token_id", value, several) for value in wrong]
+    cases += [(f"{kind}_token_id", [1], "a token id") for kind in ("bos", "pad")]
+    for key, value, kind in cases:
+        edit_json(saved / file, **{key: value})
+        message = f"{saved / file} has {key}={json.dumps(value)}: it must be {kind}"
+        for read in (models.load_checkpoint, models.special_tokens):
+            with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+                read(saved)
+        edit_json(saved / file, **{key: None})
+    edit_json(saved / file, pad_token_id=-1)  # in files of LLaMA 1
+    assert models.load_checkpoint(saved).pad_token_id == -1
 
 
 def test_tokenizers_are_read_where_there_is_one(saved, tiny, tmp_path):
