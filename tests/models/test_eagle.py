@@ -375,7 +375,7 @@ def setting(**settings):
         (make_eagle_1, "kind EAGLE-1 or EAGLE-2, .* not supported"),
         (
             setting(layer_types=["sliding_attention"]),
-            "not supported: layer_types=.'sliding_attention'.",
+            r'layer_types=\["sliding_attention"\] is not supported',
         ),
         (
             setting(norm_before_fc=True, fc_norm=True),
