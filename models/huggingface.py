@@ -359,6 +359,11 @@ def weight_map(path: pathlib.Path) -> dict[str, str]:
     found = _read_json(path / INDEX).get("weight_map")
     if not found or not isinstance(found, dict):
         raise ValueError(f"{path / INDEX} has no weight_map: download it again")
+    for name, file in found.items():
+        if not isinstance(file, str):
+            raise ValueError(
+                f"{path / INDEX} has {json.dumps(file)} as the file of {name}: download it again"
+            )
     return found
 
 
@@ -553,7 +558,7 @@ def _bits(where: Stored) -> np.ndarray:
 def _named_dtype(path: pathlib.Path) -> np.dtype | None:
     """Returns the dtype that config.json names; None without one."""
     raw = _read_json(path / "config.json")
-    name = raw.get("dtype") or raw.get("torch_dtype")
+    name = str(raw.get("dtype") or raw.get("torch_dtype")).removeprefix("torch.")
     return {np.dtype(known).name: np.dtype(known) for known in DTYPES.values()}.get(name)
 
 

@@ -320,6 +320,10 @@ DAMAGED = {
         lambda path: (path / huggingface.INDEX).write_text('{"metadata": {}}'),
         r"index\.json has no weight_map: download it again",
     ),
+    "a file that is a number": (
+        lambda path: (path / huggingface.INDEX).write_text('{"weight_map": {"x": 1}}'),
+        r"index\.json has 1 as the file of x: download it again",
+    ),
     "a truncated config": (
         lambda path: (path / "config.json").write_text('{"model_type"'),
         r"config\.json is not valid JSON .*: download it again",
@@ -351,11 +355,18 @@ def test_dtypes_that_cannot_be_read_are_errors(saved):
     with pytest.raises(ValueError, match=r"several dtypes \(F16, F32\).*pass dtype"):
         models.load_checkpoint(saved)
     assert models.load_checkpoint(saved, "float32").module.dtype == np.float32
-    for key, dtype in (("torch_dtype", "float16"), ("dtype", "bfloat16")):
-        edit_json(saved / "config.json", **{key: dtype})
+    for key, dtype, name in (
+        ("torch_dtype", "float16", "float16"),
+        ("dtype", "bfloat16", "bfloat16"),
+        ("dtype", "float16", "torch.float16"),
+    ):
+        edit_json(saved / "config.json", **{key: name})
         found = models.load_checkpoint(saved)
         assert found.module.dtype == models.stored_dtype(saved) == np.dtype(dtype)
         assert {x.dtype.name for x in jax.tree.leaves(found.params)} == {dtype}
+    edit_json(saved / "config.json", dtype={"a": 1})
+    with pytest.raises(ValueError, match=r"several dtypes \(F16, F32\).*pass dtype"):
+        models.load_checkpoint(saved)
 
 
 def test_all_mismatches_are_in_one_error(saved):
