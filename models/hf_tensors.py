@@ -28,6 +28,7 @@ IGNORED = re.compile(
     r"|(q|k|v|kv|prob|output)_scale)"
 )
 UNEMBEDDING = "lm_head.weight"
+LFS_POINTER = b"version https://git-lfs.github.com/spec"
 GGUF_INDEX = "gguf_index.json"  # of a GGUF file's tensors, in a directory without weights
 DTYPES = {"F16": np.float16, "BF16": ml_dtypes.bfloat16, "F32": np.float32, "F64": np.float64}
 QUANTIZED = {"I8": np.int8, "U8": np.uint8, "I64": np.int64, "F8_E4M3": ml_dtypes.float8_e4m3fn}
@@ -48,6 +49,16 @@ def read_tensor(where: Stored) -> np.ndarray:
     """Returns a tensor's values."""
     with safetensors.safe_open(where.file, "numpy") as handle:
         return handle.get_tensor(where.name)
+
+
+def check_not_pointer(file: pathlib.Path) -> None:
+    """Raises ValueError for the text that Git LFS has in place of a file."""
+    with open(file, "rb") as stream:
+        if stream.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise ValueError(
+                f"{file} is a pointer of Git LFS, not the file: run `git lfs pull` in its "
+                "repository, or download it"
+            )
 
 
 def mapped_tensors(file: pathlib.Path) -> dict[str, np.ndarray]:

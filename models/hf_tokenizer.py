@@ -6,6 +6,8 @@ import os
 import pathlib
 from typing import Any
 
+from models.hf_tensors import check_not_pointer
+
 JSON = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
 OTHERS = (SETTINGS, "tokenizer.model", "merges.txt")  # of directories without `JSON`
@@ -28,8 +30,11 @@ def load_tokenizer(path: str | os.PathLike) -> Any:
     conversion needs.
     """
     path = pathlib.Path(path)
-    if not any((path / name).is_file() for name in (JSON, *OTHERS)):
+    files = [path / name for name in (JSON, *OTHERS) if (path / name).is_file()]
+    if not files:
         return None
+    for file in files:
+        check_not_pointer(file)
     # Without torch, transformers recommends installing it, but tokenizers do not need it.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:

@@ -37,6 +37,7 @@ from models.hf_tensors import (
     IGNORED,
     UNEMBEDDING,
     Stored,
+    check_not_pointer,
     read_tensor,
 )
 from models.quantized import (
@@ -295,6 +296,7 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
+        check_not_pointer(path)
         raise ValueError(f"{path} is not valid JSON ({error}): download it again") from error
     if not isinstance(raw, dict):
         raise ValueError(f"{path} has no settings, but a {type(raw).__name__}: download it again")
@@ -402,6 +404,7 @@ def _tensors_in(path: pathlib.Path) -> dict[str, Stored]:
                     part = handle.get_slice(name)
                     stored[name] = Stored(file, name, part.get_dtype(), tuple(part.get_shape()))
         except safetensors.SafetensorError as error:
+            check_not_pointer(file)
             raise ValueError(
                 f"{file} is not a complete safetensors file ({error}): download it again"
             ) from error

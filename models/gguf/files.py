@@ -33,7 +33,7 @@ from models.gguf.tokenizer import Type as TokenType
 from models.gguf.tokenizer import read_tokenizer, unsupported
 from models.hf_config import FULL, SLIDING, read_config
 from models.hf_config_writing import write_config
-from models.hf_tensors import GGUF_INDEX, Fused, Tensor, tensors_of
+from models.hf_tensors import GGUF_INDEX, Fused, Tensor, check_not_pointer, tensors_of
 from models.positions import Rope, frequencies
 from models.quantized import MatrixFormats, check_fits
 from pallas_kernels.cpu.packed import OUTPUTS
@@ -104,6 +104,7 @@ def _open(path: str | os.PathLike) -> gguf.GGUFReader:
     with open(path, "rb") as file:
         magic = file.read(4)
     if magic != b"GGUF":
+        check_not_pointer(pathlib.Path(path))
         raise ValueError(
             f"{path} is not a GGUF file: it begins with {magic!r} instead of b'GGUF'; pass a .gguf "
             "file or a model's directory"

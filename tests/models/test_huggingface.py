@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+import magicjax
 import models
 from models import huggingface
 from tests.models.conftest import GOLDEN
@@ -337,6 +338,17 @@ def test_a_damaged_directory_is_an_error_that_names_the_damage(case, saved):
     damage(saved)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         models.load_checkpoint(saved)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "config.json", "tokenizer.json", "model.gguf"]
+)
+def test_the_pointers_of_git_lfs_are_errors_that_name_them(name, saved):
+    file = saved / name
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 4\n")
+    read = {"tokenizer.json": models.load_tokenizer, "model.gguf": lambda _: magicjax.load(file)}
+    with pytest.raises(ValueError, match=rf"{file} is a pointer of Git LFS.*`git lfs pull`"):
+        read.get(name, models.load_checkpoint)(saved)
 
 
 def test_dtypes_that_cannot_be_read_are_errors(saved):
