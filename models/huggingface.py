@@ -62,6 +62,7 @@ from pallas_kernels.cpu.packed import FLOATS, ROUNDED
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+SHARDS = "model-*-of-*.safetensors"
 GENERATION = "generation_config.json"
 QUANTIZATION = "quantization_config"
 PACKED_DTYPES = tuple(map(np.dtype, FLOATS))
@@ -372,8 +373,10 @@ def weight_map(path: pathlib.Path) -> dict[str, str]:
 def _weight_files(path: pathlib.Path) -> list[pathlib.Path]:
     if names := sorted(set(weight_map(path).values())):
         if missing := [name for name in names if not (path / name).is_file()]:
+            instead = f", or remove the index to read {SINGLE}"
             raise FileNotFoundError(
                 f"{path / INDEX} names files that do not exist: {missing}; download them"
+                + instead * (path / SINGLE).is_file()
             )
         return [path / name for name in names]
     if (path / SINGLE).is_file():
@@ -383,6 +386,11 @@ def _weight_files(path: pathlib.Path) -> list[pathlib.Path]:
         raise ValueError(
             f"{path} has only weights in pickle format ({', '.join(pickles)}), which can execute "
             "code: convert them to safetensors with save_pretrained of transformers"
+        )
+    if shards := sorted(file.name for file in path.glob(SHARDS)):
+        raise FileNotFoundError(
+            f"{path} has {shards[0]}, and {INDEX} does not exist, which names all such files: "
+            "download it"
         )
     raise FileNotFoundError(f"{path} has no weights: it must hold {SINGLE} or {INDEX}")
 

@@ -421,6 +421,10 @@ def test_a_missing_shard_is_an_error(tiny, tmp_path):
     os.remove(min((tmp_path / "x").glob("*.safetensors")))
     with pytest.raises(FileNotFoundError, match=r"files that do not exist: \['model-00001-of-"):
         models.load_checkpoint(tmp_path / "x")
+    (tmp_path / "x" / huggingface.INDEX).unlink()
+    message = "x has model-00002-of-.*, and model.safetensors.index.json does not exist.*download"
+    with pytest.raises(FileNotFoundError, match=message):
+        models.load_checkpoint(tmp_path / "x")
 
 
 # Errors on writing

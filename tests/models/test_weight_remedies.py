@@ -14,7 +14,7 @@ import safetensors.numpy
 import magicjax
 import models
 from magicjax import loading
-from models import quantized_checkpoints
+from models import huggingface, quantized_checkpoints
 from pallas_kernels.cpu import build
 from pallas_kernels.cpu.packed import ROUNDED
 from tests import gguf_cases
@@ -71,6 +71,17 @@ def test_weights_of_another_name_are_read_by_the_one_that_the_error_names(tiny, 
     with pytest.raises(FileNotFoundError, match=r"it must hold model\.safetensors or"):
         models.load_checkpoint(tmp_path / "x")
     (tmp_path / "x" / "pytorch_model.safetensors").rename(file)
+    assert_same(models.load_checkpoint(tmp_path / "x"), right)
+
+
+def test_a_file_beside_an_index_without_files_is_read_without_the_index(tiny, tmp_path):
+    models.save_checkpoint(tmp_path / "x", *tiny)
+    right, index = models.load_checkpoint(tmp_path / "x"), tmp_path / "x" / huggingface.INDEX
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "a.safetensors"}}))
+    message = "'a.safetensors'.*download them, or remove the index to read model.safetensors"
+    with pytest.raises(FileNotFoundError, match=message):
+        models.load_checkpoint(tmp_path / "x")
+    index.unlink()
     assert_same(models.load_checkpoint(tmp_path / "x"), right)
 
 
