@@ -1,5 +1,6 @@
 """Tokenizers in directories of Hugging Face's format."""
 
+import codecs
 import functools
 import json
 import os
@@ -64,7 +65,7 @@ def _read(path: pathlib.Path) -> Any:
     named = {key: x for key, x in settings.items() if key.endswith("_token")}
     make = functools.partial(
         transformers.PreTrainedTokenizerFast,
-        tokenizer_file=str(path / JSON),
+        **_source(path / JSON),
         chat_template=_chat_template(path, settings),
         extra_special_tokens=[_token(x, special=True) for x in extra],
         **{key: _token(x, special=True) for key, x in named.items() if _is_token(x)},
@@ -79,6 +80,20 @@ def _read(path: pathlib.Path) -> Any:
             if settings.get(key):
                 setattr(tokenizer, key, True)
     return tokenizer
+
+
+def _source(file: pathlib.Path) -> dict[str, Any]:
+    """Returns the argument with tokenizer.json, which may begin with a byte order mark."""
+    with file.open("rb") as stream:
+        if stream.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
+            return {"tokenizer_file": str(file)}
+    return {"tokenizer_object": _backend(file)}
+
+
+def _backend(file: pathlib.Path) -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_str(file.read_text("utf-8-sig"))
 
 
 def _json(path: pathlib.Path) -> dict[str, Any]:
@@ -109,9 +124,7 @@ def _added_tokens(path: pathlib.Path, settings: dict[str, Any]) -> dict[int, Any
 
 def _missing(path: pathlib.Path, listed: dict[int, Any]) -> dict[int, Any]:
     """Returns the listed tokens that are no added tokens of tokenizer.json."""
-    from tokenizers import Tokenizer
-
-    own = Tokenizer.from_file(str(path / JSON)).get_added_tokens_decoder().values()
+    own = _backend(path / JSON).get_added_tokens_decoder().values()
     known = {token.content for token in own}
     return {i: token for i, token in sorted(listed.items()) if token.content not in known}
 

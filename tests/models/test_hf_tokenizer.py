@@ -322,6 +322,23 @@ def test_a_length_at_which_tokenizer_json_cuts_or_pads_has_no_effect(plain, tmp_
     assert [found.encode(text, add_special_tokens=False) for text in TEXTS] == ids
 
 
+def test_a_byte_order_mark_before_tokenizer_json_has_no_effect(plain, tmp_path):
+    own = Tokenizer.from_str(plain.to_str())
+    own.add_tokens([AddedToken("<own>", rstrip=True)])
+    own.enable_truncation(4)
+    size = len(plain.get_vocab())
+    listed = {size: {"content": "<own>"}, size + 1: {"content": "<end>", "special": True}}
+    settings = {"eos_token": "<end>", "added_tokens_decoder": listed}
+    path = write(tmp_path, own, tokenizer_config__json=settings)
+    right, file = models.load_tokenizer(path), path / "tokenizer.json"
+    file.write_text(file.read_text(), encoding="utf-8-sig")
+    found = models.load_tokenizer(path)
+    for text in (*TEXTS, "a<own> b<end>"):
+        assert found(text)["input_ids"] == right(text)["input_ids"]
+    assert (found.eos_token_id, len(found)) == (size + 1, size + 2)
+    assert str(found.added_tokens_decoder) == str(right.added_tokens_decoder)
+
+
 def test_the_names_of_all_models_are_not_imported(plain, tmp_path):
     settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>"}
     path = write(tmp_path, plain, tokenizer_config__json=settings)
