@@ -169,13 +169,11 @@ def check_type(name: str, value: Any, kind: type, file: str = "config.json") -> 
 
 
 @functools.cache
-def log_ignored(file: str, keys: tuple[str, ...]) -> None:
+def log_ignored(
+    file: str, keys: tuple[str, ...], reason: str = "transformers does not read them"
+) -> None:
     """Logs the keys of a file that have no effect, once while they are the same."""
-    logger.warning(
-        "%s has settings that are ignored, as transformers does not read them: %s",
-        file,
-        ", ".join(keys),
-    )
+    logger.warning("%s has settings that are ignored, as %s: %s", file, reason, ", ".join(keys))
 
 
 class _ConfigReader:

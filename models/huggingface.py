@@ -22,7 +22,7 @@ from models.decoder import DecoderConfig
 from models.eagle import EagleConfig
 from models.eagle_checkpoints import tensors_of
 from models.families import FAMILIES, TEXT_DECODERS
-from models.hf_config import check_type, drafter_head, read_config, text_decoder
+from models.hf_config import check_type, drafter_head, log_ignored, read_config, text_decoder
 from models.hf_parameters import (
     Found,
     named,
@@ -49,6 +49,7 @@ from models.quantized import (
     rounded_format,
 )
 from models.quantized_checkpoints import (
+    CACHE_SETTING,
     QuantizationConfig,
     chosen_format,
     gather,
@@ -445,8 +446,11 @@ def _open(path: pathlib.Path) -> tuple[DecoderConfig, QuantizationConfig | None,
 
     Reads the files' headers, a tied matrix that is stored twice, and biases that should be zero.
     """
-    raw = _read_json(path / "config.json")
-    quantization, config = read_quantization_config(raw.get(QUANTIZATION)), load_config(path)
+    settings = _read_json(path / "config.json").get(QUANTIZATION)
+    quantization, config = read_quantization_config(settings), load_config(path)
+    if settings and settings.get(CACHE_SETTING):
+        key = f"{CACHE_SETTING} of {QUANTIZATION}"
+        log_ignored(str(path / "config.json"), (key,), "KV caches are not in float8")
     stored = _scan(path, config)
     is_head = any(where.name == eagle_checkpoints.FC for where in stored.values())
     if is_head and not isinstance(config, EagleConfig):  # whose config is a model's

@@ -39,7 +39,8 @@ MXFP4_GROUP = 32  # inputs that share an exponent
 E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 ACTIVATIONS = ("input_scale", "input_zero_point")  # activations are not quantized
 # Settings of compressed-tensors that change the computation.
-UNSUPPORTED_SETTINGS = ("sparsity_config", "transform_config", "kv_cache_scheme")
+UNSUPPORTED_SETTINGS = ("sparsity_config", "transform_config")
+CACHE_SETTING = "kv_cache_scheme"  # of a cache in float8, whose scales are ignored, too
 
 
 class Matrix(NamedTuple):

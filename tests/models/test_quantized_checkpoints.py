@@ -422,6 +422,20 @@ def test_parts_without_effect_are_ignored(case, tmp_path):
     assert str(models.load_checkpoint(changed(tmp_path, name, change)).module.weights) == form
 
 
+def test_the_scheme_of_a_float8_cache_is_ignored_with_one_line(tmp_path, caplog):
+    def change(raw, tensors):
+        raw["quantization_config"]["kv_cache_scheme"] = {"num_bits": 8, "type": "float"}
+        tensors["model.layers.0.self_attn.k_scale"] = np.ones(1, np.float32)
+
+    folder = changed(tmp_path, "int8", change)
+    found = [models.load_checkpoint(folder) for _ in range(2)]
+    assert str(found[0].module.weights) == "int8"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{folder / 'config.json'} has settings that are ignored, as KV caches are not in float8: "
+        "kv_cache_scheme of quantization_config"
+    ]
+
+
 # Saving
 
 

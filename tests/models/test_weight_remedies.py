@@ -195,7 +195,7 @@ def removed(raw):
 GPTQ_FILE = {"bits": 4, "group_size": 8, "desc_act": False, "sym": False}  # quantize_config.json
 AWQ_FILE = {"zero_point": True, "q_group_size": 8, "w_bit": 4, "version": "GEMM"}
 BLOCKS = layouts.group_config("float-quantized", 8, type="float", block_structure="large")
-TRANSFORM, CACHE = {"transform_config": {"R1": {}}}, {"kv_cache_scheme": {"num_bits": 8}}
+TRANSFORM = {"transform_config": {"R1": {}}}
 SPARSE = {"sparsity_config": {"format": "sparse-24-bitmask"}}
 # The layout, a change of its config, the error, and changes that it asks for.
 QUANTIZED = {
@@ -253,12 +253,6 @@ QUANTIZED = {
         settings(**SPARSE),
         "load a checkpoint without it",
         [settings(sparsity_config=REMOVED)],
-    ),
-    "cache": (
-        "int8",
-        settings(**CACHE),
-        "load a checkpoint without it",
-        [settings(kv_cache_scheme=REMOVED)],
     ),
     "block": (
         "fp8, blocks",
