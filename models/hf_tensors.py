@@ -28,6 +28,7 @@ IGNORED = re.compile(
     r"|(q|k|v|kv|prob|output)_scale)"
 )
 UNEMBEDDING = "lm_head.weight"
+SHOWN = 5  # mismatches of a kind in an error
 LFS_POINTER = b"version https://git-lfs.github.com/spec"
 GGUF_INDEX = "gguf_index.json"  # of a GGUF file's tensors, in a directory without weights
 DTYPES = {"F16": np.float16, "BF16": ml_dtypes.bfloat16, "F32": np.float32, "F64": np.float64}
@@ -49,6 +50,25 @@ def read_tensor(where: Stored) -> np.ndarray:
     """Returns a tensor's values."""
     with safetensors.safe_open(where.file, "numpy") as handle:
         return handle.get_tensor(where.name)
+
+
+def mismatch(files: str, config: str, problems: Sequence[str], hint: str = "") -> ValueError:
+    """Returns the error for tensors of files that do not match a config.
+
+    Args:
+      files, config: what does not match.
+      problems: such as "missing NAME" and "unexpected NAME"; a few of each kind are shown.
+      hint: what may be the reason of all.
+    """
+    lines, rest = list[str](), list(problems)
+    for kind in ("missing", "unexpected", ""):
+        found = [problem for problem in rest if problem.startswith(kind)]
+        rest = [problem for problem in rest if not problem.startswith(kind)]
+        lines += found[:SHOWN]
+        if len(found) > SHOWN:
+            lines.append(f"and {len(found) - SHOWN:,} more {kind or 'problems'}")
+    count = f"{len(problems):,} problem{'s' if len(problems) > 1 else ''}"
+    return ValueError("\n  ".join([f"the {files} do not match {config} ({count}){hint}:", *lines]))
 
 
 def check_not_pointer(file: pathlib.Path) -> None:

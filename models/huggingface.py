@@ -38,6 +38,7 @@ from models.hf_tensors import (
     UNEMBEDDING,
     Stored,
     check_not_pointer,
+    mismatch,
     read_tensor,
 )
 from models.quantized import (
@@ -535,12 +536,22 @@ def _match(
             names = ", ".join(allowed)
             problems.append(f"{where.name} has dtype {where.dtype}, supported: {names}")
     if problems:
-        raise ValueError(
-            f"the weights do not match config.json ({len(problems)} problems):\n  "
-            + "\n  ".join(problems)
-        )
+        raise mismatch("weights", "config.json", problems, _prefix_hint(problems))
     found: dict[str, Any] = {**stored, **matrices}
     return [(tensor, found[tensor.name]) for tensor in tensors_of(config)]
+
+
+def _prefix_hint(problems: list[str]) -> str:
+    """Returns the prefix without which the unexpected tensors are the missing ones, as a text."""
+    missing, unexpected = (
+        {name for problem in problems for name in [problem.removeprefix(kind)] if name != problem}
+        for kind in ("missing ", "unexpected ")
+    )
+    first = min(missing, default="")
+    for prefix in sorted(name.removesuffix(first) for name in unexpected if name.endswith(first)):
+        if missing and prefix and {prefix + name for name in missing} <= unexpected:
+            return f"; the files' names begin with {prefix!r}: save the tensors without it"
+    return ""
 
 
 def _is_empty_bias(name: str, where: Stored, matrices: dict[str, Any]) -> bool:

@@ -33,7 +33,7 @@ from models.gguf.tokenizer import Type as TokenType
 from models.gguf.tokenizer import read_tokenizer, unsupported
 from models.hf_config import FULL, SLIDING, read_config
 from models.hf_config_writing import write_config
-from models.hf_tensors import GGUF_INDEX, Fused, Tensor, check_not_pointer, tensors_of
+from models.hf_tensors import GGUF_INDEX, Fused, Tensor, check_not_pointer, mismatch, tensors_of
 from models.positions import Rope, frequencies
 from models.quantized import MatrixFormats, check_fits
 from pallas_kernels.cpu.packed import OUTPUTS
@@ -394,10 +394,7 @@ def _weights(
             weights[tensor.name] = Experts(shape, tuple(tensors[name] for name in sources))
     problems += [f"unexpected {name}" for name in tensors if name not in used]
     if problems:
-        raise ValueError(
-            f"the tensors do not match the metadata ({len(problems)} problems):\n  "
-            + "\n  ".join(problems)
-        )
+        raise mismatch("tensors", "the metadata", problems)
     return {name: _quantized(weight) for name, weight in weights.items()}
 
 

@@ -394,10 +394,43 @@ def test_all_mismatches_are_in_one_error(saved):
     assert str(caught.value).splitlines() == [
         "the weights do not match config.json (4 problems):",
         "  missing model.norm.weight",
-        "  lm_head.weight has dtype I8, supported: F16, BF16, F32, F64",
         "  unexpected model.layers.0.self_attn.extra.weight",
+        "  lm_head.weight has dtype I8, supported: F16, BF16, F32, F64",
         "  model.layers.1.mlp.up_proj.weight has shape (3, 8), expected (12, 8)",
     ]
+
+
+def test_a_few_of_many_mismatches_are_in_the_error(saved):
+    def damage(tensors):
+        for name in [name for name in tensors if ".layers.0." in name]:
+            tensors[name.replace(".0.", ".7.")] = tensors.pop(name)
+
+    edit_tensors(saved, damage)
+    with pytest.raises(ValueError) as caught:
+        models.load_checkpoint(saved)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "the weights do not match config.json (32 problems):"
+    assert (lines[6], lines[12:]) == ("  and 11 more missing", ["  and 11 more unexpected"])
+    assert all("  missing model.layers.0." in line for line in lines[1:6])
+    assert all("  unexpected model.layers.7." in line for line in lines[7:12])
+
+
+@pytest.mark.parametrize("prefix", ["base_model.model.", "module."])
+def test_a_prefix_of_all_names_is_in_the_error(prefix, saved, tiny):
+    def rename(tensors):
+        for name in list(tensors):
+            tensors[prefix + name] = tensors.pop(name)
+
+    edit_tensors(saved, rename)
+    with pytest.raises(
+        ValueError, match=rf"problems\); the files' names begin with '{prefix}': save the tensors"
+    ):
+        models.load_checkpoint(saved)
+    edit_tensors(
+        saved,
+        lambda x: [x.update({n.removeprefix(prefix): x.pop(n)}) for n in list(x)],
+    )
+    assert_identical(models.load_checkpoint(saved).params, tiny[1])
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])

@@ -338,7 +338,7 @@ DAMAGED = [
     (
         "awq",
         tensor("model.layers.0.mlp.act.scales", np.ones(48, np.float16)),
-        r"\(1 problems\):\n  unexpected model.layers.0.mlp.act.scales$",
+        r"\(1 problem\):\n  unexpected model.layers.0.mlp.act.scales$",
     ),
     (
         "awq",
