@@ -328,7 +328,7 @@ def _without_aliases(raw: Mapping[str, Any], aliases: Mapping[str, str]) -> dict
 def text_decoder(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the settings of the text decoder of a model that also reads images, or `raw`.
 
-    `tie_word_embeddings` is that of the whole model, if it has the key.
+    `tie_word_embeddings` is that of the whole model, by default true, whatever the text decoder's.
 
     Raises ValueError if there are none.
     """
@@ -340,8 +340,8 @@ def text_decoder(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ValueError(
             f"model_type={raw['model_type']!r} needs a text_config of model_type {family!r}: add it"
         )
-    tied = {key: raw[key] for key in ("tie_word_embeddings",) if key in raw}
-    return {**text, **tied, "model_type": family}
+    tied = raw.get("tie_word_embeddings", True)
+    return {**text, "tie_word_embeddings": tied, "model_type": family}
 
 
 def _read_rope(reader: _ConfigReader, settings: Settings) -> Settings:

@@ -127,6 +127,7 @@ def test_the_output_matrix_of_a_model_that_reads_images_is_that_of_the_whole_mod
         tensors | {"lm_head.weight": output}, tmp_path / "model.safetensors"
     )
     config = tmp_path / "config.json"
+    text["tie_word_embeddings"] = False  # not read
     config.write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
     with pytest.raises(ValueError, match="set tie_word_embeddings to false to use both"):
         models.load_checkpoint(tmp_path)
