@@ -150,6 +150,7 @@ def test_the_dtypes_that_errors_name_are_read(dtype, tiny, tmp_path):
     assert magicjax.load(tmp_path / "x", None).dtype == np.float32
     name = "model.norm.weight"
     edit_tensors(tmp_path / "x", lambda x: x.update({name: x[name].astype(np.float16)}))
+    edit_json(tmp_path / "x" / "config.json", torch_dtype=...)
     with pytest.raises(ValueError, match="pass dtype to convert them"):
         models.load_checkpoint(tmp_path / "x")
     params["params"]["norm"]["scale"] = params["params"]["norm"]["scale"].astype(np.float16)
