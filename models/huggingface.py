@@ -155,7 +155,7 @@ def load_checkpoint(
     path = pathlib.Path(path)
     config, quantization, stored = _open(path)
     special = special_tokens(path)
-    dtype = _common_dtype(path, stored) if dtype is None else np.dtype(dtype)
+    dtype = _stored_dtype(path, stored) if dtype is None else np.dtype(dtype)
     if dtype not in map(np.dtype, DTYPES.values()):
         names = ", ".join(np.dtype(known).name for known in DTYPES.values())
         raise ValueError(f"dtype={dtype.name} is not supported: it must be one of {names}")
@@ -185,8 +185,8 @@ def stored_dtype(path: str | os.PathLike) -> np.dtype:
     """
     path = pathlib.Path(path)
     if not any(path.glob("*.safetensors")) and (dtype := _named_dtype(path)) is not None:
-        return dtype
-    return _common_dtype(path, _open(path)[2])
+        return _checked_stored(path, dtype)
+    return _stored_dtype(path, _open(path)[2])
 
 
 def is_quantized(path: str | os.PathLike) -> bool:
@@ -588,14 +588,26 @@ def _named_dtype(path: pathlib.Path) -> np.dtype | None:
     return {np.dtype(known).name: np.dtype(known) for known in DTYPES.values()}.get(name)
 
 
-def _common_dtype(path: pathlib.Path, stored: list[Found]) -> np.dtype:
-    """Returns the dtype of the tensors; if they have several, the one that config.json names."""
+def _checked_stored(path: pathlib.Path, dtype: np.dtype) -> np.dtype:
+    """Returns the dtype of the files; raises ValueError if JAX would round it."""
+    if dtype == np.float64 and not jax.config.jax_enable_x64:
+        raise ValueError(
+            f"{path} has weights in float64, which needs JAX's 64-bit mode: pass dtype='float32'"
+        )
+    return dtype
+
+
+def _stored_dtype(path: pathlib.Path, stored: list[Found]) -> np.dtype:
+    """Returns the dtype of the tensors; if they have several, the one that config.json names.
+
+    Raises as `_checked_stored`, and ValueError for several dtypes if config.json names none.
+    """
     plain = [where for _, where in stored if isinstance(where, Stored)]
     names = sorted({where.dtype for where in plain if where.dtype in DTYPES})
     if len(names) > 1:
         if (dtype := _named_dtype(path)) is not None:
-            return dtype
+            return _checked_stored(path, dtype)
         raise ValueError(
             f"the tensors have several dtypes ({', '.join(names)}): pass dtype to convert them"
         )
-    return np.dtype(DTYPES[names[0]])
+    return _checked_stored(path, np.dtype(DTYPES[names[0]]))

@@ -359,6 +359,14 @@ def test_dtypes_that_cannot_be_read_are_errors(saved):
         with pytest.raises(ValueError, match=message):
             models.load_checkpoint(saved, dtype)
 
+    edit_tensors(saved, lambda x: x.update({n: v.astype(np.float64) for n, v in x.items()}))
+    for read in (models.load_checkpoint, models.stored_dtype):
+        with pytest.raises(ValueError, match="weights in float64.*: pass dtype='float32'$"):
+            read(saved)
+    with jax.enable_x64(True):
+        assert models.load_checkpoint(saved).module.dtype == np.float64
+    edit_tensors(saved, lambda x: x.update({n: v.astype(np.float32) for n, v in x.items()}))
+
     def narrow(tensors):
         tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.float16)
 

@@ -4,7 +4,9 @@ import json
 import re
 import shutil
 
+import numpy as np
 import pytest
+import safetensors.numpy
 
 import models
 from magicjax import loading
@@ -186,6 +188,22 @@ def test_a_slow_tokenizer_is_an_error_before_weights_are_loaded(directory, run, 
     code, out, err = run("generate", "--target", directory, "--prompt", "a")
     assert (code, out) == (2, "")
     assert f"{directory} has a tokenizer without tokenizer.json: save it with" in err
+
+
+def test_float64_weights_are_one_error(directory, run, tmp_path):
+    folder = shutil.copytree(directory, tmp_path / "wide")
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    wide = {name: x.astype(np.float64) for name, x in tensors.items()}
+    safetensors.numpy.save_file(wide, folder / "model.safetensors")
+    options = ("--target", folder, "--prompt", "a", "--max-tokens", "1")
+    assert run("generate", *options) == (
+        2,
+        "",
+        f"magicjax: {folder} has weights in float64, which needs JAX's 64-bit mode: pass "
+        "--dtype 'float32'\n",
+    )
+    narrow = run("generate", *options, "--dtype", "float32")
+    assert narrow[:2] == run("generate", "--target", directory, *options[2:])[:2]
 
 
 @pytest.mark.parametrize("command", [generate, plan, fit, calibrate])
