@@ -243,11 +243,7 @@ def chat_tokens(
             "the tokenizer has no chat template: pass the prompt as text, or use a tokenizer with "
             "chat_template"
         )
-    for name in template_kwargs or ():
-        if name in TEMPLATE_ARGUMENTS or not reads_variable(tokenizer, name):
-            raise ValueError(
-                f"chat_template_kwargs has {name!r}, which the chat template does not read: omit it"
-            )
+    check_template_kwargs(tokenizer, template_kwargs or {})
     try:
         rendered = tokenizer.apply_chat_template(
             list(messages),
@@ -260,6 +256,17 @@ def chat_tokens(
         roles = ", ".join(str(message["role"]) for message in messages)
         raise ValueError(f"the chat template rejects messages of {roles}: {error}") from error
     return rendered["input_ids"]
+
+
+def check_template_kwargs(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> None:
+    """Raises ValueError for variables that are reserved or that the chat template does not read."""
+    for name in template_kwargs:
+        if name in TEMPLATE_ARGUMENTS:
+            raise ValueError(f"chat_template_kwargs has {name!r}, which is reserved: omit it")
+        if not reads_variable(tokenizer, name):
+            raise ValueError(
+                f"chat_template_kwargs has {name!r}, which the chat template does not read: omit it"
+            )
 
 
 def reads_variable(tokenizer: Any, name: str) -> bool:

@@ -10,7 +10,12 @@ import numpy as np
 from jaxtyping import Int
 from pydantic_core import from_json
 
-from magicjax.decoding.prompts import chat_tokens, reads_variable, token_ids
+from magicjax.decoding.prompts import (
+    chat_tokens,
+    check_template_kwargs,
+    reads_variable,
+    token_ids,
+)
 from magicjax.decoding.text_stream import TextStream
 from magicjax.engine.config import EngineConfig
 from magicjax.grammars.grammar import Grammar
@@ -169,6 +174,12 @@ def parse_chat(data: bytes, served: Served) -> Generation:
     texts = [message["content"] or "" for message in messages]
     texts += map(str, [*kwargs.values(), *(definitions or ())])
     _check_characters(sum(map(len, texts)), "messages", served)
+    try:
+        check_template_kwargs(tokenizer, kwargs)
+    except ValueError as error:
+        raise ApiError(
+            400, str(error), param="chat_template_kwargs", code="unsupported_parameter"
+        ) from error
 
     def prompts() -> list[Int[np.ndarray, "T"]]:
         tokens = chat_tokens(tokenizer, messages, kwargs, definitions)

@@ -278,6 +278,20 @@ def test_an_effort_that_the_template_does_not_read_is_refused():
     assert refused(path, reasoning_effort="most").message == f"reasoning_effort='most': {wrong}"
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("thinking", "which the chat template does not read"),
+        ("messages", "which is reserved"),
+        ("add_generation_prompt", "which is reserved"),
+    ],
+)
+def test_variables_that_cannot_be_passed_to_the_template_are_refused(name, reason):
+    error = refused("chat/completions", chat_template_kwargs={name: 1})
+    assert error.message == f"chat_template_kwargs has {name!r}, {reason}: omit it"
+    assert (error.param, error.code) == ("chat_template_kwargs", "unsupported_parameter")
+
+
 def test_fields_are_parameters_of_the_text():
     given = dict(min_p=0.1, repetition_penalty=1.2, frequency_penalty=-0.5, presence_penalty=2)
     given |= dict(allowed_token_ids=[3, 1], bad_words=["a"], min_tokens=4, ignore_eos=True)

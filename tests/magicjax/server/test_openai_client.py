@@ -117,8 +117,12 @@ def test_variables_of_the_template(target, client):
     assert choice.message.content == text(target, thinking)
     without = answer(enable_thinking=False).choices[0].message.content
     assert without == chat(client).choices[0].message.content != choice.message.content
-    for name in ("thinking", "tokenize", "enable"):
-        with pytest.raises(openai.BadRequestError, match=f"'{name}', which the chat template does"):
+    for name, reason in (
+        ("thinking", "the chat template does"),
+        ("enable", "the chat template does"),
+        ("tokenize", "is reserved"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=f"'{name}', which {reason}"):
             answer(**{name: True})
 
 
