@@ -165,7 +165,7 @@ def parse_chat(data: bytes, served: Served) -> Generation:
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     if (limit := getattr(body, field)) == 0:
         raise ApiError(400, f"{field}=0: it must be 1 or more", param=field)
-    fields = {"max_tokens": field, "logprobs": "top_logprobs"}
+    fields = {"max_tokens": field, "logprobs": "top_logprobs", "prompt": "messages"}
     tokenizer, kwargs = served.target.tokenizer, _template_kwargs(body, served)
     messages = tool_calls.template_messages(body.messages)
     tools = tool_calls.tools_of(body, tokenizer, served.tool_format)
@@ -258,11 +258,12 @@ def _checked_count(body: CompletionBody | ChatBody, prompts: int, config: Engine
     """Returns the number of samples of each prompt."""
     n = body.n or 1
     if prompts * n > config.queue_limit:
+        asked = f"{prompts} prompts with n={n} are" if prompts > 1 else f"n={n} is"
         raise ApiError(
             400,
-            f"{prompts} prompts with n={n} are {prompts * n} requests, and the queue holds "
-            f"{config.queue_limit}: send fewer at once",
-            param="prompt",
+            f"{asked} {prompts * n} requests, and the queue holds {config.queue_limit}: send fewer "
+            "at once",
+            param="prompt" if prompts > 1 else "n",
         )
     return n
 

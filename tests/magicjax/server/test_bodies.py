@@ -150,6 +150,7 @@ def test_wrong_completions_are_refused_by_name(field, value, text):
         (dict(logprobs=True, top_logprobs=4), "top_logprobs=4: the server returns at most 3"),
         (dict(max_completion_tokens=2), "max_tokens=1 and max_completion_tokens=2 differ"),
         (dict(max_tokens=0), "max_tokens=0: it must be 1 or more"),
+        (dict(n=9), "n=9 is 9 requests, and the queue holds 8"),
     ],
 )
 def test_wrong_chats_are_refused_by_name(fields, text):

@@ -1,6 +1,6 @@
 """Errors of the engine are answered in the words of the server: its options."""
 
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -61,7 +61,13 @@ def test_only_prompts_that_do_not_fit_have_the_code_for_it():
     assert answer(new_tokens).param == "max_tokens"
 
 
-def answer(fail) -> ApiError:
+@pytest.mark.parametrize("field", ["prompt", "messages"])
+def test_errors_of_long_prompts_name_the_field_of_the_prompt(field):
+    for fail in (prompt, prompt_and_new_tokens):
+        assert answer(fail, {"prompt": field, "max_tokens": "max_tokens"}).param == field
+
+
+def answer(fail, fields=MappingProxyType({})) -> ApiError:
     with pytest.raises(ValueError) as raised:
         fail()
-    return refused(raised.value, {})
+    return refused(raised.value, fields)

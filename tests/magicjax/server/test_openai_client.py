@@ -285,7 +285,10 @@ def test_errors_reach_the_client_in_its_shape(client):
         chat(client, messages=[{"role": "assistant", "content": "Hello"}])
     with pytest.raises(openai.BadRequestError, match="the prompt has 260 tokens") as raised:
         completion(client, [5] * 260)
-    assert raised.value.code == "context_length_exceeded"
+    assert (raised.value.code, raised.value.param) == ("context_length_exceeded", "prompt")
+    with pytest.raises(openai.BadRequestError, match="the prompt has ") as raised:
+        chat(client, messages=[{"role": "user", "content": "abc " * 100}])
+    assert (raised.value.code, raised.value.param) == ("context_length_exceeded", "messages")
 
 
 def test_the_access_log_has_a_line_for_each_request(server, client):
