@@ -70,10 +70,12 @@ class StreamOptions(_Object):
 
 
 class JsonSchema(_Object):
-    name: str
-    definition: dict[str, Any] = Field(alias="schema")
-    description: str | None = None
-    strict: bool | None = None  # a text always matches
+    name: str = Field(description="a text")
+    definition: dict[str, Any] = Field(alias="schema", description="a JSON schema")
+    description: str | None = Field(None, description="a text")
+    strict: bool | None = Field(  # a text always matches
+        None, description="true or false"
+    )
 
 
 class ResponseFormat(_Object):
@@ -351,6 +353,8 @@ def _steps(location: Sequence[str | int], kind: Any, value: Any) -> list[_Step]:
     for part in location:
         if isinstance(part, int):
             path, value = f"{path}[{part}]", value[part]
+            if known and not isinstance(value, dict):  # of a list of objects
+                steps.append(_Step(path, "", value, {"": FieldInfo(description="an object")}))
         elif isinstance(value, dict) and (part in known or part in value):
             path, value = f"{path}.{part}" if path else part, value.get(part, _MISSING)
             field = known.get(part)

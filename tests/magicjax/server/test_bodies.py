@@ -171,7 +171,21 @@ def called(**fields) -> list[dict]:
 @pytest.mark.parametrize(
     ("field", "value", "text"),
     [
-        ("messages", ["x"], "messages=['x']: it must be a list of messages such as"),
+        ("messages", "x", "messages='x': it must be a list of messages such as"),
+        ("messages", [USER, "x"], "messages[1]='x': it must be an object"),
+        ("messages", [USER | {"content": [5]}], "messages[0].content[0]=5: it must be an object"),
+        ("tools", [None], "tools[0]=None: it must be an object"),
+        (
+            "response_format",
+            {"type": "json_schema", "json_schema": {"schema": {}}},
+            "response_format.json_schema.name is missing: it must be a text",
+        ),
+        (
+            "response_format",
+            {"type": "json_schema", "json_schema": {"name": "x", "schema": "y"}},
+            "response_format.json_schema.schema='y': it must be a JSON schema",
+        ),
+        ("response_format", {"type": "json_schema"}, 'it must be {"type": "text"}'),
         ("messages", [{"content": "x"}], "messages[0].role is missing: it must be system, dev"),
         ("messages", [USER, USER | {"role": "bot"}], "messages[1].role='bot': it must be system, "),
         ("messages", [USER | {"name": 4}], "messages[0].name=4: it must be a text"),
