@@ -75,7 +75,9 @@ def refused(error: Exception, fields: Mapping[str, str]) -> ApiError:
     message = str(error)
     for parameter, field in fields.items():
         message = re.sub(rf"\b{parameter}=", f"{field}=", message, count=1)
-    named = re.match(r"(?:the )?(\w+)(?:=| has the token | has \d+ tokens,)", message)
+    named = re.match(
+        r"(?:the )?(\w+)(?:=| has the token | with a grammar | has \d+ tokens,)", message
+    )
     param = named and fields.get(named[1], named[1])
     code = "context_length_exceeded" if "capacity=" in message else None
     for pattern, words in OPTIONS.items():

@@ -361,10 +361,18 @@ def _grammar_of_tools(
     tools: Tools, body: CompletionBody | ChatBody, config: EngineConfig
 ) -> Grammar | None:
     """Returns the grammar of texts that may call tools; None: it is not supported or required."""
+    excluded = next((name for name in UNCONSTRAINED if getattr(body, name)), None)
     if tools.must_match:
         _check_grammars(config, "tools")
-    elif not config.grammars or any(getattr(body, name) for name in UNCONSTRAINED):
+    elif excluded or not config.grammars:
         return None
+    if excluded:
+        raise ApiError(
+            400,
+            f"{excluded} may leave no token, as the tools constrain the text (tool_choice or "
+            f"strict): omit {excluded}",
+            param=excluded,
+        )
     try:
         return tools.grammar()
     except (ValueError, ImportError) as error:

@@ -264,6 +264,17 @@ def test_texts_that_cannot_fit_are_refused_before_they_are_tokenized():
     assert parse("completions", prompt=["x" * 62] * 2)
 
 
+@pytest.mark.parametrize("path", PARSERS)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("min_tokens", 1), ("bad_words", ["a"]), ("allowed_token_ids", [1]), ("ignore_eos", True)],
+)
+def test_fields_that_exclude_a_grammar_are_named(path, field, value):
+    error = refused(path, response_format={"type": "json_object"}, **{field: value})
+    assert error.message.startswith(f"{field} with a grammar may leave no token")
+    assert error.param == field
+
+
 def test_the_engine_limits_what_may_be_asked():
     greedy = dataclasses.replace(CONFIG, logprobs=None, sampling=False)
     for path in PARSERS:

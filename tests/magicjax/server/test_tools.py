@@ -220,8 +220,15 @@ def test_calls_that_need_not_follow_are_not_constrained_beside_fields_without_a_
     fields = dict(min_tokens=3, bad_words=["zz"])
     answer = chat(client, extra_body=fields, max_tokens=8)
     assert answer.usage.completion_tokens == 8
-    with pytest.raises(openai.BadRequestError, match="with a grammar may leave no token"):
+    message = "may leave no token, as the tools constrain the text"
+    with pytest.raises(openai.BadRequestError, match=message) as raised:
         chat(client, tool_choice="required", extra_body=fields)
+    assert raised.value.param == "bad_words"
+    strict = [function(**tool["function"], strict=True) for tool in TOOLS]
+    for name, value in (("min_tokens", 3), ("ignore_eos", True)):
+        with pytest.raises(openai.BadRequestError, match=message) as raised:
+            chat(client, tools=strict, extra_body={name: value})
+        assert raised.value.param == name
 
 
 def test_the_format_of_llama_3(target):
