@@ -25,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 from magicjax.decoding.text_stream import TokenTexts, token_texts
 from magicjax.engine.handle import NewTokens, Result
 from magicjax.server import protocol, responses
+from magicjax.server.bodies import shown
 from magicjax.server.errors import ApiError, server_error
 from magicjax.server.metrics import Metrics
 from magicjax.server.middleware import AccessLog, ClientLimit, HostCheck
@@ -174,8 +175,11 @@ async def _error(_: Request, error: ApiError) -> Response:
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    headers = None if error.headers is None else dict(error.headers)
-    return await _error(request, ApiError(error.status_code, error.detail, headers=headers))
+    headers, message = None if error.headers is None else dict(error.headers), error.detail
+    if error.status_code == 404:
+        paths = ", ".join(route.path_format for route in request.app.routes)
+        message = f"{shown(request.url.path)} does not exist: use one of {paths}"
+    return await _error(request, ApiError(error.status_code, message, headers=headers))
 
 
 async def _bug(request: Request, _: Exception) -> Response:

@@ -166,7 +166,10 @@ def test_other_types_methods_and_paths_are_refused(server):
     assert typed.status_code == 415 and "application/json" in message(typed)
     assert httpx.get(f"{server.url}/v1/completions").status_code == 405
     response = server.post("embeddings", json={})
-    assert response.status_code == 404 and message(response) == "Not Found"
+    assert response.status_code == 404 and message(response) == (
+        "'/v1/embeddings' does not exist: use one of /v1/completions, /v1/chat/completions, "
+        "/v1/models, /v1/models/{name}, /health, /metrics, /status, /"
+    )
 
 
 def test_a_full_queue_is_429(server):
