@@ -184,12 +184,7 @@ def parse_chat(data: bytes, served: Served) -> Generation:
     def prompts() -> list[Int[np.ndarray, "T"]]:
         tokens = chat_tokens(tokenizer, messages, kwargs, definitions)
         if definitions and tokens == chat_tokens(tokenizer, messages, kwargs):
-            raise ApiError(
-                400,
-                "tools: the chat template ignores them: use a model whose template has tools, or "
-                "start the server with such a --tokenizer",
-                param="tools",
-            )
+            raise ApiError(400, tool_calls.IGNORED, param="tools")
         return token_ids(served.target, [tokens])
 
     generation = _generation(body, served, _tokens(prompts, "messages"), n, params, fields)

@@ -13,11 +13,16 @@ from typing import Any, NoReturn
 
 from pydantic_core import from_json
 
+from magicjax.decoding.prompts import reads_variable
 from magicjax.decoding.reasoning import chat_template, overlap
 from magicjax.grammars.grammar import Grammar, inline, of_rules, terminal
 from magicjax.server.bodies import ChatBody, Function, Message, NamedTool, shown
 from magicjax.server.errors import ApiError
 
+IGNORED = (
+    "tools: the chat template ignores them: use a model whose template has tools, or start the "
+    "server with such a --tokenizer"
+)
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 PYTHON_TAG = "<|python_tag|>"  # may precede a call of Llama 3; most tokenizers have it as special
 NAME = re.compile(r'"(?:[^"\\]|\\.)*"')
@@ -151,6 +156,8 @@ def tools_of(body: ChatBody, tokenizer: Any, form: Format | None) -> Tools | Non
     if body.response_format is not None and body.response_format.type != "text":
         _refuse("tools and response_format exclude each other: omit one, or use tool_choice=none")
     form = form or detected(chat_template(tokenizer))
+    if form is None and not reads_variable(tokenizer, "tools"):
+        _refuse(IGNORED)
     if form is None:
         _refuse(
             "tools: the chat template has no known format of calls: use a model with one, or start "

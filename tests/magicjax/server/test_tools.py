@@ -529,8 +529,9 @@ def test_formats_are_those_of_templates_or_of_the_option(target, tokenizer):
     assert "the server with --tool-format hermes or llama3" in refusal(plain).message
     assert request(plain, form=LLAMA3).tools.format is LLAMA3
     ignoring = with_template(target, serving.TEMPLATE)
-    error = refusal(ignoring, form=HERMES)
-    assert error.param == "tools" and "the chat template ignores them" in error.message
+    for form in (HERMES, None):
+        error = refusal(ignoring, form=form)
+        assert (error.param, error.message) == ("tools", tool_calls.IGNORED)
 
 
 def test_markers_that_texts_omit_are_refused(target, directory):
