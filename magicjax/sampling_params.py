@@ -41,7 +41,7 @@ class SamplingParams:
       logit_bias: numbers that are added to the logits of tokens, by token id.
       allowed_token_ids: the only tokens that may be sampled, EOS included; None for all.
       bad_words: strings that are not generated: the last token of each of their tokenizations, at
-        the begin of a text and after a space, is excluded where it would complete them.
+        the beginning of a text and after a space, is excluded where it would complete them.
       seed: of the random numbers, 0 to 2**32 - 1; the same seed gives the same text. Like top_k,
         top_p and min_p, it changes nothing in greedy decoding.
       max_tokens: the most new tokens; None for as many as fit; 0 in an engine for none, with

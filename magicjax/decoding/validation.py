@@ -265,7 +265,7 @@ def check_token_ids(target: Model, params: SamplingParams) -> None:
 
 
 def bad_sequences(target: Model, params: SamplingParams) -> list[list[int]]:
-    """Returns the tokenizations of `bad_words`: at the begin of a text and after a space.
+    """Returns the tokenizations of `bad_words`: at the beginning of a text and after a space.
 
     Raises:
       ValueError: the target has no tokenizer.

@@ -20,7 +20,7 @@ from sharding import collectives
 from sharding.collectives import AxisNames
 
 NO_TOKEN = -1
-# Of an engine's requests. A word is two sequences: at the begin of a text, and after a space.
+# Of an engine's requests. A word is two sequences: at the beginning of a text, and after a space.
 MAX_SEQUENCES, MAX_SEQUENCE = 64, 8
 
 
