@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Float
 from scipy.optimize import nnls
 
+from magicjax import files
 from magicjax.benchmarks.step_times import StepTimes, new_tokens, step_times
 from magicjax.benchmarks.synthetic import Setup, synthetic_request
 from magicjax.cli import options
@@ -190,7 +191,11 @@ def add(commands: Any) -> None:
         "--batch 1 --context 2k.",
         allow_abbrev=False,
     )
-    parser.add_argument("--out", help="profile to write, a .json file; default: that of `auto`")
+    parser.add_argument(
+        "--out",
+        help="profile to write, a .json file; default: profile-DEVICE.json in "
+        f"{files.cache_folder()}, with the name of this device, which `auto` reads",
+    )
     parser.add_argument(
         "--target", default="llama-3.2-1b", help=f"{options.SOURCE}; default: llama-3.2-1b"
     )

@@ -20,6 +20,7 @@ from magicjax.cli import main, text
 from magicjax.decoding.text_stream import TextStream
 from magicjax.decoding.token_bytes import bytes_of_byte_level
 from magicjax.parallel import offloading
+from magicjax.prediction.cost_model import default_profile
 from magicjax.verification.logprobs import LogProbs
 from pallas_kernels import choose_backend
 from tests.magicjax import keywords, small_tokenizers, tiny
@@ -232,9 +233,12 @@ def test_the_help_of_an_option_has_its_default(command):
         assert f"default: {text}" in shown.replace(",", ""), option.option_strings
 
 
-def test_the_help_of_calibrate_says_what_it_times(run):
+def test_the_help_of_calibrate_says_what_it_times_and_writes(run, monkeypatch):
+    monkeypatch.setenv("MAGICJAX_CACHE", "/cache")
     code, out, _ = run("calibrate", "--help")
     shown = " ".join(out.split())
+    assert "default:profile-DEVICE.jsonin/cache,withthename" in "".join(out.split())
+    assert default_profile().match("/cache/profile-*.json")
     assert code == 0 and "It times every --batch with every --context, 9 pairs by default" in shown
     (subparsers,) = main.parser(["calibrate"])._subparsers._group_actions
     default = subparsers.choices["calibrate"].get_default
