@@ -76,7 +76,7 @@ class SmallModelState:
 
 @struct.dataclass
 class SmallModel(Drafter):
-    """A smaller model of the same tokenizer, on its full cache or a sparse one.
+    """A smaller model with the same tokens, on its full cache or a sparse one.
 
     With a sparse cache it prefills in full, keeps `budget` entries of each layer and KV head, and
     from then on its newest ones (MagicDec's stand-alone draft, arXiv 2408.11049).
