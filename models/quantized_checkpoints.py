@@ -110,7 +110,10 @@ def read_quantization_config(settings: Mapping[str, Any] | None) -> Quantization
         if str(kind).lower() != "gemm":
             raise _unsupported("awq with version", kind, ("gemm",))
         if settings.get("backend") == "llm-awq":
-            raise _unsupported("awq with backend", "llm-awq", ("autoawq",))
+            raise ValueError(
+                "quantization_config has backend='llm-awq', which is not supported: load a "
+                "checkpoint of AutoAWQ, or the unquantized one"
+            )
         return QuantizationConfig(method, group=_group(settings))
     if method == "gptq":
         kind = settings.get("checkpoint_format") or settings.get("format") or "gptq"

@@ -229,7 +229,7 @@ QUANTIZED = {
     "backend": (
         "awq",
         settings(backend="llm-awq"),
-        "backend='llm-awq', which is not supported: it must be one of autoawq",
+        "backend='llm-awq', which is not supported: load a checkpoint of AutoAWQ, or the unq",
         [settings(backend="autoawq")],
     ),
     "checkpoint_format": (
