@@ -197,7 +197,9 @@ def _silent() -> Iterator[None]:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Raises ValueError for options without effect, and for drafters beside `auto`."""
+    """Raises ValueError for no tokens, options without effect, and drafters beside `auto`."""
+    if arguments.max_tokens < 1:
+        raise ValueError(f"max_tokens={arguments.max_tokens}: it must be at least 1")
     auto = AUTO in arguments.drafter
     if auto and len(arguments.drafter) > 1:
         raise ValueError(

@@ -16,6 +16,7 @@ from pallas_kernels.cpu import build
 
 AUTO = "auto"
 NONE = "none"
+SINGULAR = {"stop_token_ids": "stop_token_id", "bad_words": "bad_word"}  # options given repeatedly
 SOURCE = "directory, OWNER/NAME or OWNER/NAME:Q4_K_M on the Hugging Face Hub, GGUF file or preset"
 # CPU instructions with which XLA multiplies bfloat16, as Linux names them on x86 and Arm: bfloat16
 # against float32 takes 3.2 and 6.9 s for the prefill of 2,048 tokens, 90 and 148 ms for a round of
@@ -108,7 +109,7 @@ def _weights(text: str) -> str:
 
 def flag(name: str) -> str:
     """Returns the option of an argument: "top_k" becomes "--top-k"."""
-    return "--" + name.replace("_", "-")
+    return "--" + SINGULAR.get(name, name).replace("_", "-")
 
 
 def check_effects(
@@ -159,6 +160,8 @@ def in_option_names(message: str, names: Iterable[str]) -> str:
         return re.sub(rf"\b({name})\b", lambda one: flag(one[1]), match[0])
 
     message = re.sub(rf"(?<![\w./:-])({name})=(True\b)?", option, message)
+    subject = rf"(?<![\w./:-])({name})(?= has the token | with a grammar )"
+    message = re.sub(subject, lambda one: flag(one[1]), message)
     return re.sub(rf"\b(omit|reduce|remove) ({name})\b( and ({name})\b)?", bare, message)
 
 

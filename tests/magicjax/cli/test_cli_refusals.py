@@ -42,6 +42,22 @@ REFUSED = {
         ["--target", "DIR", "--prompt", "a", "--max-tokens", "4k"],
         "with --max-tokens 4096 it needs",
     ),
+    "no tokens": (
+        ["--target", "DIR", "--prompt", "a", "--max-tokens", "0"],
+        "magicjax: --max-tokens 0: it must be at least 1",
+    ),
+    "a negative stop token": (
+        ["--target", "DIR", "--prompt", "a", "--stop-token-id", "-1"],
+        "a token of --stop-token-id -1: it must be at least 0",
+    ),
+    "a biased token outside the vocabulary": (
+        ["--target", "DIR", "--prompt", "a", "--logit-bias", "99999999=1"],
+        "magicjax: --logit-bias has the token 99999999, and the vocabulary has ",
+    ),
+    "a word beside a grammar": (
+        ["--target", "DIR", "--prompt", "a", "--json", "--bad-word", "a"],
+        "magicjax: --bad-word with a grammar may leave no token",
+    ),
     "a separator": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "self,prompt-lookup"],
         "the members of an ensemble are joined by ' + ', as in 'self:streaming:256 + prompt-",
@@ -114,7 +130,7 @@ REFUSED = {
     ),
     "a stop token of another vocabulary": (
         ["--target", "DIR", "--prompt", "a", "--stop-token-id", "999"],
-        "stop_token_ids has the token 999, and the vocabulary has",
+        "--stop-token-id has the token 999, and the vocabulary has",
     ),
     "no such drafter": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "big:DIR"],
