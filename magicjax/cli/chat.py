@@ -339,13 +339,11 @@ def _summary(answers: Sequence[Answer]) -> str:
     stats = [answer.stats for answer in answers]
     rounds = sum(one.rounds for one in stats)
     emitted = sum(one.tau * one.rounds for one in stats)
-    parts = [f"{sum(one.new_tokens for one in stats)} tokens"]
+    parts = [options.counted(sum(one.new_tokens for one in stats), "token")]
     if rounds:
         parts.append(f"{emitted / sum(answer.decode_s for answer in answers):.1f} tokens/s")
         if max(len(one.histogram) for one in stats) > 1:
             parts.append(f"tau {emitted / rounds:.2f}")
-    prefilled, seconds = (
-        sum(one.prefilled_tokens for one in stats),
-        sum(answer.prefill_s for answer in answers),
-    )
-    return ", ".join([*parts, f"{prefilled} tokens prefilled in {seconds:.3f} s"])
+    prefilled = options.counted(sum(one.prefilled_tokens for one in stats), "token")
+    seconds = sum(answer.prefill_s for answer in answers)
+    return ", ".join([*parts, f"{prefilled} prefilled in {seconds:.3f} s"])

@@ -329,13 +329,13 @@ def report(output: Output) -> str:
     """Returns why the text of a run has ended, and its statistics, as a few lines of text."""
     stats, (reason,) = output.stats, output.finish_reasons
     lines = [
-        f"{output.lengths.sum()} tokens, finish_reason {FINISH_REASONS.get(reason, reason)}, "
-        f"backend {stats.attention_backend}"
+        f"{options.counted(output.lengths.sum(), 'token')}, "
+        f"finish_reason {FINISH_REASONS.get(reason, reason)}, backend {stats.attention_backend}"
     ]
     if stats.rounds:
         lines.append(
-            f"decoding {stats.emitted} tokens: {stats.decode_s:.3f} s, "
-            f"{stats.tokens_per_s:.1f} tokens/s, {stats.rounds} rounds"
+            f"decoding {options.counted(stats.emitted, 'token')}: {stats.decode_s:.3f} s, "
+            f"{stats.tokens_per_s:.1f} tokens/s, {options.counted(stats.rounds, 'round')}"
         )
     if stats.rounds and stats.acceptance_by_depth:
         lines += [
@@ -345,7 +345,7 @@ def report(output: Output) -> str:
         ]
     lines += [
         f"prefill {stats.prefill_s:.3f} s, compilation {stats.compile_s:.1f} s "
-        f"({stats.compilations} programs)",
+        f"({options.counted(stats.compilations, 'program')})",
         f"KV cache: target {stats.kv_bytes_target / 1e6:.1f} MB, "
         f"draft {stats.kv_bytes_draft / 1e6:.1f} MB",
     ]

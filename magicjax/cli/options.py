@@ -112,6 +112,11 @@ def flag(name: str) -> str:
     return "--" + SINGULAR.get(name, name).replace("_", "-")
 
 
+def counted(number: int, noun: str) -> str:
+    """Returns a number with its noun: "1 token", "2 tokens"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def check_effects(
     arguments: argparse.Namespace, effects: Iterable[tuple[str, object, str]]
 ) -> None:

@@ -287,7 +287,7 @@ def run(arguments: argparse.Namespace) -> int:
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         per_device = " on each device" if arguments.mesh else ""
         _note(
-            f"serving {name} at {url} with {engine.config.slots} slots of "
+            f"serving {name} at {url} with {options.counted(engine.config.slots, 'slot')} of "
             f"{engine.config.capacity:,} tokens in {served.target.dtype.name}, drafter "
             f"{' + '.join(drafters) or options.NONE}; memory{per_device}: {memory.count(rows)}"
         )

@@ -77,7 +77,11 @@ def test_stop_strings_end_the_printed_text(directory, run):
         *("generate", "--target", directory, "--prompt", PROMPT),
         *("--logit-bias", f"{target.eos_token_ids[0]}=1000"),
     )
-    assert (code, out) == (0, "\n") and err.startswith("1 tokens, finish_reason stop (EOS), ")
+    assert (code, out) == (0, "\n") and err.startswith("1 token, finish_reason stop (EOS), ")
+    arguments = ("generate", "--target", directory, "--prompt", PROMPT, "--max-tokens", 2)
+    assert re.search(
+        r"^decoding 1 token: [\d.]+ s, [\d.]+ tokens/s, 1 round$", run(*arguments)[2], re.M
+    )
 
 
 def test_values_that_cannot_change_the_text_are_accepted(directory, run):
