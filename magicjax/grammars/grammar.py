@@ -17,7 +17,7 @@ SPACE = " ?"
 SPACING = ("whitespace_flexible", "whitespace_pattern", "item_separator", "key_separator")
 MAX_LEXER_STATES = 50_000  # of 1 to 2 KiB
 MAX_CHARACTERS = 2**16  # 2,000 properties take about half a second
-EXCERPT = re.compile(r"^ *\d+ \| ", re.MULTILINE)  # the begin of its first line, in errors
+EXCERPT = re.compile(r"^ *\d+ \| ", re.MULTILINE)  # the beginning of its first line, in errors
 # Attributes of a rule that end a text on the host, or cannot be rolled back.
 UNSUPPORTED = re.compile(r"[\[,]\s*(max_tokens|temperature|stop)\s*=")
 
