@@ -63,8 +63,10 @@ class Constrained(World):
     def masked(self, logits, proposal):
         tokens = np.asarray(proposal.tokens)
         parents = np.broadcast_to(proposal.parents, tokens.shape)
-        matchers = [matcher(self.vocab)] * len(logits)
-        allowed = tree_masks(matchers, tokens, parents, self.vocab)
+        rows = zip(tokens[:, None], parents[:, None], strict=True)  # they share a matcher
+        allowed = np.concatenate(
+            [tree_masks([matcher(self.vocab)], *row, self.vocab) for row in rows]
+        )
         found = np.array(masking.mask(jnp.asarray(logits), jnp.asarray(allowed), self.vocab))
         return np.concatenate([found[:, :1], logits[:, 1:]], 1) if self.only_root else found
 
