@@ -64,7 +64,7 @@ def snapshot(source: str, weights: bool) -> pathlib.Path:
     has_config = (directory / "config.json").is_file()
     has_weights = not weights or named or any(directory.glob(WEIGHTS))
     if (has_config and has_weights) or (directory / ADAPTER).is_file():
-        return directory  # `models` says that an adapter is no model
+        return directory  # `models` says that an adapter is not a model
     missing = WEIGHTS if has_config else "config.json"
     if files := _gguf_files(name, revision)[0]:
         raise ValueError(

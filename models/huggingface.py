@@ -311,7 +311,7 @@ def special_tokens(path: pathlib.Path) -> dict[str, Any]:
 
     generation_config.json has precedence over config.json.
 
-    Raises ValueError for a value that is no token id.
+    Raises ValueError for a value that is not a token id.
     """
     ids = dict[str, Any](eos_token_id=(), bos_token_id=None, pad_token_id=None)
     for file in (path / "config.json", path / GENERATION):
