@@ -156,5 +156,6 @@ def test_a_mask_of_the_root_only_in_the_rounds_is_detected(monkeypatch):
         return masks
 
     monkeypatch.setattr(runner, "tree_masks", only_root)
+    monkeypatch.setattr(test_joint, "ROWS", 200)
     with pytest.raises(RuntimeError, match="the grammar cannot be followed"):
         p_value("small, 2,2", 1, test_joint.PLAIN, magicjax.Grammar.regex(PATTERN))
