@@ -34,7 +34,7 @@ class Grammar:
 
     Attributes:
       text: the grammar in llguidance's variant of Lark.
-      free_until: what ends free text at the begin, such as the marker of a call; "": none is free.
+      free_until: what ends free text at the beginning, such as the marker of a call; "": none.
     """
 
     text: str
@@ -59,7 +59,7 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str, *, untrusted: bool = False) -> "Grammar":
-        """Returns the grammar of the texts that match a regular expression from begin to end.
+        """Returns the grammar of the texts that match a regular expression as a whole.
 
         The syntax is that of Rust's crate `regex`, without look-around.
 

@@ -78,10 +78,13 @@ class Matcher:
     def push(self, tokens: Sequence[int]) -> None:
         """Adds new tokens of the text; one that ends it is the last."""
         self.length += len(tokens)
-        if tokens and tokens[-1] in self._ends:
+        last = tokens[-1] if tokens else None
+        if last in self._ends:
             tokens = tokens[:-1]
         if tokens:
             self._matcher.consume_tokens(tokens)
+        if last is not None and last in self._eos and not self._matcher.is_accepting():
+            self._matcher.compute_bitmask()  # has the error that made EOS the only choice
 
     def fill(self, allowed: UInt32[np.ndarray, "W"]) -> None:
         """Writes the mask of the next token."""
@@ -107,17 +110,15 @@ class Matcher:
         tokens: Sequence[int],
         children: Sequence[Sequence[int]],
         allowed: UInt32[np.ndarray, "N W"],
-        node: int = 0,
     ) -> None:
-        """Writes the masks after a node and those below, as far as the grammar allows them.
+        """Writes the masks of a tree whose root is the last token of the text.
 
         Args:
           tokens: of all nodes.
           children: of each node.
           allowed: of all nodes; those that the grammar does not allow are left as they are.
-          node: its token is the last one of the text.
         """
-        self._fill_tree(self._matcher, tokens, children, allowed, node)
+        self._fill_tree(self._matcher, tokens, children, allowed, 0)
 
     def _fill_tree(self, matcher: Any, tokens: Any, children: Any, allowed: Any, node: int) -> None:
         self._fill(matcher, allowed[node])

@@ -9,6 +9,7 @@ import pytest
 import magicjax
 from magicjax.decoding import program_cache
 from magicjax.grammars import matcher
+from tests.magicjax import tiny
 from tests.magicjax.engine import engines
 from tests.magicjax.grammars import spelled
 from tests.magicjax.grammars.test_constrained_texts import ENDING, PATTERN
@@ -125,3 +126,14 @@ def test_a_grammar_that_cannot_be_followed_ends_its_request_alone(monkeypatch, s
     params = magicjax.SamplingParams(grammar=magicjax.Grammar.regex(pattern), max_tokens=20)
     with pytest.raises((ValueError, RuntimeError), match="too many states"):
         magicjax.generate(spelled.target(), [engines.prompts()[0].tolist()], params)
+
+
+def test_an_error_at_a_drafted_node_is_one_of_the_text(monkeypatch):
+    """The copy of the matcher has it, whose mask allows EOS alone."""
+    limits = llguidance.LLParserLimits(max_lexer_states=20, verbose_errors=False)
+    monkeypatch.setattr(matcher, "limits", lambda: limits)
+    grammar = magicjax.Grammar.regex("[a-m]{3}[n-z]{3}[a-m]{3}[n-z]{4}[a-z]{3}")
+    for text, error in (([0, 1, 2], ""), ([0, 1, 2, tiny.NEVER], "too many states")):
+        found = matcher.Matcher(spelled.target(), grammar, (tiny.NEVER,))
+        found.push(text)
+        assert error in found.error and bool(error) == bool(found.error)
