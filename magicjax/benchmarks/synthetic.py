@@ -128,10 +128,10 @@ def _filled(shape: tuple[int, ...], dtype: Any) -> Array:
 
 def synthetic_state(request: Request) -> loop.DecodeState:
     """Returns a state after prefill whose caches hold random numbers."""
+    rows = jax.tree.map(jnp.array, request.rows.without_prompts())
     return filled(request, state_shapes(request)).replace(
-        emitted=jnp.ones_like(request.lengths),
-        limits=jnp.array(request.limits),
-        eos=jnp.array(request.eos),
+        rows=rows,
+        emitted=jnp.ones_like(rows.limits),
         rounds=jnp.int32(0),
         max_rounds=jnp.int32(loop.ALL_ROUNDS),
     )

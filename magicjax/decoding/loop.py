@@ -17,8 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int
 
+from magicjax.decoding.rows import Rows
 from magicjax.drafters.base import Drafter, Previous, RoundOutcome, commit_checked
 from magicjax.grammars import masking
 from magicjax.kv_cache import full_cache
@@ -61,15 +62,13 @@ class DecodeState:
     """The state between two rounds.
 
     Attributes:
+      rows: without the prompts; the processor is after the pending tokens.
       cache: the target's; holds the prompt and the emitted tokens except the pending one.
       drafter: the drafter's own state.
       pending: int32 [B], the newest emitted token; its keys and values are in no cache yet.
       output: int32 [B, max_tokens + A], emitted tokens; undefined from `emitted` on.
       emitted: int32 [B], number of emitted tokens.
-      limits: int32 [B], each row's max_tokens.
       ended: bool [B].
-      eos: int32 [B, E], tokens that end each row; -1 is none.
-      sampling: each row's sampling parameters; None: greedy.
       histogram: int32 [B, A], number of rounds of the row that accepted 0, 1, … A-1 drafted tokens.
       ranks: int32 [B, A, W], number of rounds whose path continued, at each depth, with a node's
         1st, 2nd, … W-th or later try; 0 at the last depth.
@@ -78,29 +77,21 @@ class DecodeState:
         largest number of any group.
       max_rounds: int32 [], the most rounds of a call of `decode`.
       logprobs: [B, max_tokens + A], of the tokens in `output`; None if they are not computed.
-      wants_logprobs: bool [B]; without such a row, a round computes none.
-      speculative: bool [B]; other rows accept no drafted token.
-      processor: of the rows' logits, after the pending tokens; None without.
     """
 
+    rows: Rows
     cache: KVCache
     drafter: Any
     pending: Int[Array, "B"]
     output: Int[Array, "B M"]
     emitted: Int[Array, "B"]
-    limits: Int[Array, "B"]
     ended: Bool[Array, "B"]
-    eos: Int[Array, "B E"]
-    sampling: Sampling | None
     histogram: Int[Array, "B A"]
     ranks: Int[Array, "B A W"]
     nodes: Int[Array, "B"]
     rounds: Int[Array, ""]
     max_rounds: Int[Array, ""]
     logprobs: LogProbs | None
-    wants_logprobs: Bool[Array, "B"]
-    speculative: Bool[Array, "B"]
-    processor: LogitsProcessor | None
 
 
 @struct.dataclass
@@ -134,32 +125,24 @@ class Scored:
 def prefill(
     settings: PrefillSettings,
     target: Model,
-    tokens: Int[Array, "B T"],
-    lengths: Int[Array, "B"],
-    sampling: Sampling | None,
-    processor: LogitsProcessor | None,
-    allowed: UInt32[Array, "B W"] | None,
-    eos: Int[Array, "B E"],
+    rows: Rows,
     cache: KVCache | None = None,
     layer_inputs: dict[int, Array] | None = None,
 ) -> tuple[KVCache, Prefilled]:
     """Returns the target's cache of the prompts, and the other results of prefill.
 
     Given a cache of the first tokens of each row, only the other tokens are computed. Inputs of
-    layers can be those of earlier calls, to which these tokens are added. `allowed` are the first
-    tokens that the rows' grammars allow (`magicjax.grammars.masking`); None without grammars.
+    layers can be those of earlier calls, to which these tokens are added.
     """
     begun = settings.stats_spec, cache, layer_inputs
-    cache, last, stats = prefill_cache(target, tokens, lengths, settings, *begun)
-    chosen_by = lengths, sampling, processor, allowed, eos
-    return cache, _prefilled(settings, target, last, *chosen_by, stats)
+    cache, last, stats = prefill_cache(target, rows.tokens, rows.lengths, settings, *begun)
+    return cache, _prefilled(settings, target, last, rows, stats)
 
 
 def prompt_logprobs(
     settings: PrefillSettings,
     target: Model,
-    tokens: Int[Array, "B T"],
-    lengths: Int[Array, "B"],
+    rows: Rows,
     cache: KVCache | None = None,
 ) -> LogProbs:
     """Returns the log-probabilities [B, T] of the prompts' tokens, by a pass of its own.
@@ -169,12 +152,13 @@ def prompt_logprobs(
     Args:
       settings: with `logprobs`, and the statistics of the last layer's outputs.
       target: the model.
-      tokens, lengths: as for `prefill_cache`.
+      rows: with the prompts.
       cache: without tokens, so that one program serves all lengths; None: of `settings.capacity`.
     """
     assert settings.logprobs is not None
     (last,), chunk, count = settings.stats_spec.layer_inputs, settings.chunk, settings.logprobs
-    _, _, stats = prefill_cache(target, tokens, lengths, settings, settings.stats_spec, cache)
+    tokens, begun = rows.tokens, (settings.stats_spec, cache)
+    _, _, stats = prefill_cache(target, tokens, rows.lengths, settings, *begun)
     outputs, shape = stats.layer_inputs[last], tokens.shape
     following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
 
@@ -193,7 +177,7 @@ def prompt_logprobs(
         jnp.zeros((*shape, count), jnp.float32),
         jnp.zeros((*shape, count), jnp.int32),
     )
-    chunks = shape[1] // chunk if cache is None else -(-lengths.max() // chunk)
+    chunks = shape[1] // chunk if cache is None else -(-rows.lengths.max() // chunk)
     return jax.lax.fori_loop(0, chunks, run_chunk, empty)
 
 
@@ -203,12 +187,7 @@ def init_state(
     drafter: Drafter | None,
     cache: KVCache,
     prefilled: Prefilled,
-    tokens: Int[Array, "B T"],
-    limits: Int[Array, "B"],
-    eos: Int[Array, "B E"],
-    sampling: Sampling | None,
-    wants_logprobs: Bool[Array, "B"],
-    speculative: Bool[Array, "B"],
+    rows: Rows,
     previous: Previous | None = None,
 ) -> DecodeState:
     """Returns the state after prefill; each row's first token is emitted and pending.
@@ -218,33 +197,28 @@ def init_state(
     drafter_state = None
     if drafter is not None:
         stats = prefilled.stats
-        drafter_state = drafter.prefill(target, tokens, cache, stats, settings, previous)
+        drafter_state = drafter.prefill(target, rows.tokens, cache, stats, settings, previous)
     first, path = prefilled.first, settings.shape.depth + 1
-    rows, slots = first.shape[0], settings.max_tokens + path
+    batch, slots = first.shape[0], settings.max_tokens + path
 
     def buffer(x):  # [B, 1, ...]
-        return jnp.zeros((rows, slots, *x.shape[2:]), x.dtype).at[:, 0].set(x[:, 0])
+        return jnp.zeros((batch, slots, *x.shape[2:]), x.dtype).at[:, 0].set(x[:, 0])
 
-    emitted = jnp.ones(rows, jnp.int32)
+    emitted = jnp.ones(batch, jnp.int32)
     return DecodeState(
+        rows=dataclasses.replace(rows.without_prompts(), processor=prefilled.processor),
         cache=cache,
         drafter=drafter_state,
         pending=first,
         output=buffer(first[:, None]),
         emitted=emitted,
-        limits=limits,
-        ended=_is_eos(first[:, None], eos)[:, 0] | (emitted >= limits),
-        eos=eos,
-        sampling=sampling,
-        histogram=jnp.zeros((rows, path), jnp.int32),
-        ranks=jnp.zeros((rows, path, max(1, settings.shape.width)), jnp.int32),
-        nodes=jnp.zeros(rows, jnp.int32),
+        ended=_is_eos(first[:, None], rows.eos)[:, 0] | (emitted >= rows.limits),
+        histogram=jnp.zeros((batch, path), jnp.int32),
+        ranks=jnp.zeros((batch, path, max(1, settings.shape.width)), jnp.int32),
+        nodes=jnp.zeros(batch, jnp.int32),
         rounds=jnp.zeros((), jnp.int32),
         max_rounds=jnp.full((), ALL_ROUNDS, jnp.int32),
         logprobs=jax.tree.map(buffer, prefilled.logprobs),
-        wants_logprobs=wants_logprobs,
-        speculative=speculative,
-        processor=prefilled.processor,
     )
 
 
@@ -252,26 +226,23 @@ def _prefilled(
     settings: PrefillSettings,
     target: Model,
     hidden: Float[Array, "B E"],
-    lengths: Int[Array, "B"],
-    sampling: Sampling | None,
-    processor: LogitsProcessor | None,
-    allowed: UInt32[Array, "B W"] | None,
-    eos: Int[Array, "B E"],
+    rows: Rows,
     stats: ModelStats,
 ) -> Prefilled:
     """Returns the first tokens, chosen from the hidden states of the prompts' last tokens."""
-    logits, axis_names = target.unembed(hidden), target.split.axes
+    logits, axis_names, processor = target.unembed(hidden), target.split.axes, rows.processor
     if processor is not None:  # the text is empty: no token is at the root
-        root = jnp.full_like(lengths, logits_processor.NO_TOKEN)[:, None]
-        at = root, token_tree.ROOT_ONLY.array, jnp.zeros_like(lengths), eos, axis_names
+        root = jnp.full_like(rows.lengths, logits_processor.NO_TOKEN)[:, None]
+        emitted = jnp.zeros_like(rows.lengths)
+        at = root, token_tree.ROOT_ONLY.array, emitted, rows.eos, axis_names
         logits = logits_processor.process(processor, logits[:, None], *at)[:, 0]
-    if allowed is not None:
-        logits = masking.mask(logits, allowed, target.config.vocab_size, axis_names)
-    if sampling is None:
+    if rows.allowed is not None:
+        logits = masking.mask(logits, rows.allowed, target.config.vocab_size, axis_names)
+    if rows.sampling is None:
         first = collectives.argmax(logits, axis_names)
     else:
-        u = uniforms(sampling.keys, lengths, Purpose.TARGET)
-        first = sample(warp(sampling, logits, axis_names), u, axis_names)
+        u = uniforms(rows.sampling.keys, rows.lengths, Purpose.TARGET)
+        first = sample(warp(rows.sampling, logits, axis_names), u, axis_names)
     first, logprobs = target.layout.broadcast_decision(first), None
     if settings.logprobs is not None:
         logprobs = log_probs(logits[:, None], first[:, None], settings.logprobs, axis_names)
@@ -303,7 +274,7 @@ def propose(
             proposal = proposal.in_vocabulary(state.pending, target.config.vocab_size)
         decision = target.layout.broadcast_decision((proposal.tokens, proposal.parents))
         proposal = dataclasses.replace(proposal, tokens=decision[0], parents=decision[1])
-        return Proposed(proposal.root_only(state.ended | ~state.speculative), draft)
+        return Proposed(proposal.root_only(state.ended | ~state.rows.speculative), draft)
 
 
 def score(
@@ -314,7 +285,7 @@ def score(
     proposed: Proposed,
 ) -> Scored:
     """Returns the target's logits of all nodes, by one pass."""
-    proposal, without_draft = proposed.proposal, state.ended | ~state.speculative
+    proposal, without_draft = proposed.proposal, state.ended | ~state.rows.speculative
     with jax.named_scope("score"):
         positions = state.cache.lengths[:, None] + token_tree.depths(proposal.parents)
         mask = jnp.asarray(token_tree.ancestor_mask(proposal.parents))
@@ -333,9 +304,9 @@ def score(
         hidden, aux, inputs = target(scored, positions, attend, spec.layer_inputs)
         kv, queries = zip(*aux, strict=True)
         logits = target.unembed(hidden)
-        if state.processor is not None:
-            at = proposal.tokens, proposal.parents, state.emitted, state.eos, target.split.axes
-            logits = logits_processor.process(state.processor, logits, *at)
+        if state.rows.processor is not None:
+            at = proposal.tokens, proposal.parents, state.emitted, state.rows.eos, target.split.axes
+            logits = logits_processor.process(state.rows.processor, logits, *at)
         return Scored(logits, kv, queries, inputs)
 
 
@@ -376,9 +347,10 @@ def verify_and_commit(
             state = dataclasses.replace(state, drafter=drafter_state)
         state = _count(state, proposal, result)
         state = _emit(dataclasses.replace(state, cache=cache), tokens, logprobs, committed, ended)
-        if state.processor is not None:
-            processor = logits_processor.with_tokens(state.processor, tokens, committed)
-            state = dataclasses.replace(state, processor=processor)
+        if state.rows.processor is not None:
+            processor = logits_processor.with_tokens(state.rows.processor, tokens, committed)
+            rows = dataclasses.replace(state.rows, processor=processor)
+            state = dataclasses.replace(state, rows=rows)
         return state
 
 
@@ -389,7 +361,7 @@ def _live_cache(state: DecodeState) -> KVCache:
 
 
 def _live_sampling(state: DecodeState) -> Sampling | None:
-    return None if state.sampling is None else state.sampling.only(~state.ended)
+    return None if state.rows.sampling is None else state.rows.sampling.only(~state.ended)
 
 
 def _logprobs_if_wanted(
@@ -409,7 +381,7 @@ def _logprobs_if_wanted(
 
     shapes = jax.eval_shape(compute)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    return jax.lax.cond((state.wants_logprobs & ~state.ended).any(), compute, lambda: zeros)
+    return jax.lax.cond((state.rows.wants_logprobs & ~state.ended).any(), compute, lambda: zeros)
 
 
 def decode(
@@ -469,7 +441,7 @@ def _checked(proposed: Any, drafter: str, state: DecodeState) -> tuple[Proposal,
             f"{drafter}.propose returned tokens {tokens.dtype}{list(tokens.shape)} for parents of "
             f"{nodes} nodes: they must be int32 [rows, nodes] = {[rows, nodes]}"
         )
-    if state.sampling is not None and nodes > 1 and proposal.draws is None:
+    if state.rows.sampling is not None and nodes > 1 and proposal.draws is None:
         raise TypeError(
             f"{drafter}.propose returned no draws under sampling: give Proposal its draws, for "
             "tokens that are not drawn at random `magicjax.trees.proposal.deterministic_draws`"
@@ -490,18 +462,19 @@ def _truncate(
     keeps none.
     """
     index = jnp.arange(tokens.shape[1])
-    is_eos = _is_eos(tokens, state.eos) & (index <= result.accepted[:, None])
+    is_eos = _is_eos(tokens, state.rows.eos) & (index <= result.accepted[:, None])
     first_eos = is_eos.argmax(-1).astype(jnp.int32)  # int64 in 64-bit mode
     up_to_eos = jnp.where(is_eos.any(-1), first_eos, result.accepted) + 1
-    committed = jnp.minimum(up_to_eos, state.limits - state.emitted)
+    committed = jnp.minimum(up_to_eos, state.rows.limits - state.emitted)
     committed = jnp.where(state.ended, 0, committed)
     reached_eos = (is_eos & (index < committed[:, None])).any(-1)
-    return committed, state.ended | reached_eos | (state.emitted + committed >= state.limits)
+    return committed, state.ended | reached_eos | (state.emitted + committed >= state.rows.limits)
 
 
 def _count(state: DecodeState, proposal: Proposal, result: verify.VerifyResult) -> DecodeState:
     """Returns the state with the counters of a round added, before its tokens are."""
     active = ~state.ended
+    drafts = active & state.rows.speculative
     depths = jnp.arange(state.histogram.shape[1])
     accepted = (depths == result.accepted[:, None]) & active[:, None]
     tries = jnp.arange(state.ranks.shape[2])
@@ -512,7 +485,7 @@ def _count(state: DecodeState, proposal: Proposal, result: verify.VerifyResult) 
         state,
         histogram=state.histogram + accepted,
         ranks=state.ranks.at[:, : at_rank.shape[1]].add(at_rank),
-        nodes=state.nodes + jnp.where(active & state.speculative, nodes - 1, 0).astype(jnp.int32),
+        nodes=state.nodes + jnp.where(drafts, nodes - 1, 0).astype(jnp.int32),
         rounds=state.rounds + 1,
     )
 

@@ -54,7 +54,7 @@ class PrefilledPrompts:
             stats_spec |= dataclasses.replace(drafter.stats_spec(), rounds=False)
         settings = dataclasses.replace(settings, stats_spec=stats_spec)
         results, seconds = runner.prefill(request, settings)
-        return cls(*results, global_arrays.fetch(request.lengths), seconds)
+        return cls(*results, global_arrays.fetch(request.rows.lengths), seconds)
 
     def generate(self, request: Request) -> tuple[Output, "PrefilledPrompts"]:
         """Returns (the request's output, the prompts for the next run).

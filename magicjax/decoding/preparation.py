@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
-from jaxtyping import Int, UInt32
+from jaxtyping import UInt32
 
 from magicjax import loading, placement
 from magicjax.decoding import memory, validation
 from magicjax.decoding.prompts import prompts_of, token_ids
 from magicjax.decoding.request import Request, RequestOptions
+from magicjax.decoding.rows import rows_of
 from magicjax.drafters import Drafter
 from magicjax.drafters.spec import resolve
 from magicjax.grammars.grammar import Grammar
@@ -27,9 +28,6 @@ from magicjax.parallel import pipeline_stages
 from magicjax.sampling_params import SamplingParams
 from magicjax.settings import Settings
 from magicjax.trees.token_tree import Tree
-from magicjax.verification import logits_processor
-from magicjax.verification.logits_processor import LogitsProcessor
-from magicjax.verification.sampling import Sampling, row_keys
 from sharding import DATA, STAGE, AnyMesh, array_bytes, factored, global_arrays
 
 INT32_MAX = 2**31 - 1
@@ -93,8 +91,11 @@ def validate(
     target, drafter = placement.with_backend((target, drafter), backend)
     drafter = _sized(drafter, target, mesh)
     groups = 1 if mesh is None else factored(mesh).shape[DATA]
-    tokens, lengths, chunk = _padded(rows, -(-len(rows) // groups))
-    capacity = capacity_of(int((lengths + limits).max()), shape.depth)
+    longest = max(map(len, rows))
+    chunk = min(prefill_chunk(-(-len(rows) // groups)), round_up(longest, 16))
+    width = round_up(longest, chunk)
+    tokens = max(len(row) + int(limit) for row, limit in zip(rows, limits, strict=True))
+    capacity = capacity_of(tokens, shape.depth)
     eos = validation.checked_eos(target, options.eos_token_id)
     validation.check_stop(target, of_rows)
     return Request(
@@ -102,7 +103,7 @@ def validate(
             tree=tree,
             shape=shape,
             verifier=verifier,
-            capacity=max(capacity, round_up(tokens.shape[1], CAPACITY_MULTIPLE)),
+            capacity=max(capacity, round_up(width, CAPACITY_MULTIPLE)),
             chunk=chunk,
             max_tokens=int(limits.max()),
             backend=backend,
@@ -113,77 +114,12 @@ def validate(
         drafter=drafter,
         prompts=rows,
         params=of_rows,
-        tokens=tokens,
-        lengths=lengths,
-        limits=limits.astype(np.int32),
-        eos=eos_of_rows(eos, of_rows),
-        sampling=None if verifier == "greedy" else sampling_of(of_rows),
-        wants_logprobs=np.array([each.logprobs is not None for each in of_rows]),
-        speculative=np.array([each.speculative for each in of_rows]),
+        rows=rows_of(target, rows, of_rows, limits, eos, width, _first_masks(target, of_rows, eos)),
         pad_token_id=validation.checked_pad(target, options.pad_token_id, eos),
-        processor=processor_of(target, of_rows, rows),
-        allowed=allowed_of(target, of_rows, eos),
     )
 
 
-def drafter_and_tree(
-    target: Model, drafter: Any, tree: Tree | str | None
-) -> tuple[Drafter | None, Tree | None]:
-    """Returns (drafter, tree), made from their texts if they are texts.
-
-    Raises:
-      ValueError, FileNotFoundError: a text that is not a drafter or a tree.
-    """
-    for name, value in (("drafter", drafter), ("tree", tree)):
-        if isinstance(value, str) and value == "auto":
-            raise ValueError(
-                f"{name}='auto' is not supported here: choose one with magicjax.generate, and pass "
-                "its output's choice.drafter and choice.tree"
-            )
-    load = functools.partial(loading.skeleton, dtype=target.dtype)
-    return resolve(drafter, tree, load)
-
-
-def sampling_of(params: Sequence[SamplingParams]) -> Sampling:
-    """Returns the parameters and the key of each row. A greedy row keeps the most likely token."""
-    temperature: Any = np.array([each.temperature or 1.0 for each in params], np.float32)
-    top_k: Any = np.array([1 if each.greedy else min(each.top_k, INT32_MAX) for each in params])
-    top_p: Any = np.array([each.top_p for each in params], np.float32)
-    min_p: Any = np.array([each.min_p for each in params], np.float32)
-    seeds = np.array([each.seed for each in params], np.uint32)
-    return Sampling(
-        temperature=temperature,
-        top_k=top_k.astype(np.int32),
-        top_p=top_p,
-        min_p=min_p,
-        keys=row_keys(seeds, np.arange(len(params), dtype=np.int32)),
-        top_k_used=bool((top_k > 0).any()),
-        top_p_used=any(each.top_p < 1 for each in params),
-    )
-
-
-def eos_of_rows(
-    eos: Sequence[int], params: Sequence[SamplingParams], width: int = 1
-) -> Int[np.ndarray, "B E"]:
-    """Returns the tokens that end each row, padded with -1 to at least `width`."""
-    rows = [each.end_tokens(eos) for each in params]
-    width = max(width, *map(len, rows))
-    return np.array([(*row, *[-1] * (width - len(row))) for row in rows], np.int32)
-
-
-def processor_of(
-    target: Model,
-    params: Sequence[SamplingParams],
-    prompts: Sequence[np.ndarray],
-) -> LogitsProcessor | None:
-    """Returns the processor of logits of the rows; None if no row has one."""
-    if not any(each.changes_logits for each in params):
-        return None
-    sequences = [validation.bad_sequences(target, each) for each in params]
-    return logits_processor.rows_of(params, prompts, sequences, target.config.vocab_size)
-
-
-def allowed_of(
+def _first_masks(
     target: Model, params: Sequence[SamplingParams], eos: Sequence[int]
 ) -> UInt32[np.ndarray, "B W"] | None:
     """Returns the first tokens that the rows' grammars allow; None if no row has a grammar.
@@ -204,6 +140,24 @@ def allowed_of(
         if each is not None and each.error:
             raise ValueError(f"the grammar is not supported: {each.error}")
     return allowed
+
+
+def drafter_and_tree(
+    target: Model, drafter: Any, tree: Tree | str | None
+) -> tuple[Drafter | None, Tree | None]:
+    """Returns (drafter, tree), made from their texts if they are texts.
+
+    Raises:
+      ValueError, FileNotFoundError: a text that is not a drafter or a tree.
+    """
+    for name, value in (("drafter", drafter), ("tree", tree)):
+        if isinstance(value, str) and value == "auto":
+            raise ValueError(
+                f"{name}='auto' is not supported here: choose one with magicjax.generate, and pass "
+                "its output's choice.drafter and choice.tree"
+            )
+    load = functools.partial(loading.skeleton, dtype=target.dtype)
+    return resolve(drafter, tree, load)
 
 
 def _check_devices(
@@ -246,16 +200,6 @@ def capacity_of(tokens: int, depth: int, chunk: int = 0) -> int:
     return round_up(tokens + max(chunk, 2 * depth + 1), CAPACITY_MULTIPLE)
 
 
-def _padded(rows: Sequence[np.ndarray], rows_per_group: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Returns (int32 [B, T] right-padded to a multiple of the chunk, lengths, chunk)."""
-    lengths = np.array([len(row) for row in rows], np.int32)
-    chunk = min(prefill_chunk(rows_per_group), round_up(int(lengths.max()), 16))
-    tokens = np.zeros((len(rows), round_up(int(lengths.max()), chunk)), np.int32)
-    for row, ids in zip(tokens, rows, strict=True):
-        row[: len(ids)] = ids
-    return tokens, lengths, chunk
-
-
 def place(
     request: Request,
     micro_batches: int | None = None,
@@ -278,38 +222,16 @@ def place(
         drafter = drafter.for_target(target)
     request = dataclasses.replace(request, target=target, drafter=drafter)
     if mesh is None:
-        on_device = {
-            name: jax.tree.map(jnp.asarray, getattr(request, name))
-            for name in ("tokens", "lengths", "limits", "eos", "sampling", "processor")
-            + ("wants_logprobs", "speculative", "allowed")
-        }
-        return dataclasses.replace(request, **on_device)
-    return _placed(request, mesh, micro_batches, put)
-
-
-def _placed(request: Request, mesh: AnyMesh, micro_batches: int | None, put: Callable) -> Request:
-    """Returns the request with all its arrays on the mesh."""
+        return dataclasses.replace(request, rows=jax.tree.map(jnp.asarray, request.rows))
     if micro_batches is None:
         micro_batches = _micro_batches(request, mesh)
     spec = placement.EVERYWHERE if request.settings.replicated_rows else placement.ROWS
-    rows = NamedSharding(mesh, spec)
-
-    def per_row(x):
-        return jax.tree.map(lambda leaf: put(leaf, rows), x)
-
+    of_rows = NamedSharding(mesh, spec)
     return dataclasses.replace(
         request,
-        target=placement.shard_target(request.target, mesh, micro_batches, put),
-        drafter=placement.shard_drafter(request.drafter, mesh, put),
-        tokens=per_row(request.tokens),
-        lengths=per_row(request.lengths),
-        limits=per_row(request.limits),
-        sampling=per_row(request.sampling),
-        wants_logprobs=per_row(request.wants_logprobs),
-        speculative=per_row(request.speculative),
-        processor=per_row(request.processor),
-        allowed=per_row(request.allowed),
-        eos=per_row(request.eos),
+        target=placement.shard_target(target, mesh, micro_batches, put),
+        drafter=placement.shard_drafter(drafter, mesh, put),
+        rows=jax.tree.map(lambda x: put(x, of_rows), request.rows),
     )
 
 

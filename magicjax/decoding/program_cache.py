@@ -19,9 +19,9 @@ logger = logging.getLogger("magicjax")
 
 AnySettings = Settings | PrefillSettings
 _PROGRAMS: dict[str, tuple[Callable, dict]] = {
-    "prefill": (loop.prefill, {"donate_argnums": (7, 8)}),
+    "prefill": (loop.prefill, {"donate_argnums": (2, 3)}),
     "prompt_logprobs": (loop.prompt_logprobs, {}),
-    "init": (loop.init_state, {"donate_argnums": (2, 10)}),
+    "init": (loop.init_state, {"donate_argnums": (2, 5)}),
     "decode": (loop.decode, {"donate_argnums": 2}),
     "step": (loop.step, {"donate_argnums": 2}),
     "decode_until_row_ends": (slots.decode_until_row_ends, {"donate_argnums": 2}),

@@ -8,17 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Int, UInt32
 
-from magicjax.decoding.loop import DecodeState, Prefilled
+from magicjax.decoding.loop import DecodeState
+from magicjax.decoding.rows import Rows
 from magicjax.drafters import Drafter
-from magicjax.kv_cache.full_cache import KVCache
 from magicjax.model import Model
 from magicjax.sampling_params import SamplingParams
 from magicjax.settings import PrefillSettings, Settings, StatsSpec
 from magicjax.trees.token_tree import Tree
-from magicjax.verification.logits_processor import LogitsProcessor
-from magicjax.verification.sampling import Sampling
 from sharding import AnyMesh
 
 
@@ -44,25 +41,13 @@ class RequestOptions:
 class Request:
     """A validated request.
 
-    Until `place` moves them to the devices, its arrays are numpy arrays, and under sampling the row
-    keys are JAX arrays.
-
     Attributes:
       settings: static settings of the programs.
       target, drafter: the models.
       prompts: token ids of each row.
       params: of each row.
-      tokens: int32 [B, T], the prompts, right-padded.
-      lengths: int32 [B], of the prompts.
-      limits: int32 [B], the maximum number of new tokens.
-      eos: int32 [B, E], tokens that end each row; -1 for none.
-      sampling: parameters and key of each row; None if all rows are greedy.
-      wants_logprobs: bool [B].
-      speculative: bool [B].
+      rows: what the programs need of each row; placed on the devices by `place`.
       pad_token_id: pads rows that ended.
-      processor: of the rows' logits; None if no row has one.
-      allowed: uint32 [B, W], the first tokens that the rows' grammars allow
-        (`magicjax.grammars.masking`); None if no row has a grammar.
     """
 
     settings: Settings
@@ -70,16 +55,8 @@ class Request:
     drafter: Drafter | None
     prompts: list[np.ndarray]
     params: tuple[SamplingParams, ...]
-    tokens: Int[Any, "B T"]
-    lengths: Int[Any, "B"]
-    limits: Int[Any, "B"]
-    eos: Int[Any, "B E"]
-    sampling: Sampling | None
-    wants_logprobs: Bool[Any, "B"]
-    speculative: Bool[Any, "B"]
+    rows: Rows
     pad_token_id: int
-    processor: LogitsProcessor | None = None
-    allowed: UInt32[Any, "B W"] | None = None
 
     @property
     def prefill_settings(self) -> PrefillSettings:
@@ -94,18 +71,6 @@ class Request:
             replicated_rows=self.settings.replicated_rows,
             logprobs=self.settings.logprobs,
         )
-
-    @property
-    def prefill_arguments(self) -> tuple:
-        """Arguments of the program `prefill`."""
-        per_row = self.tokens, self.lengths, self.sampling, self.processor, self.allowed
-        return self.target, *per_row, self.eos
-
-    def init_arguments(self, cache: KVCache, prefilled: Prefilled) -> tuple:
-        """Returns the arguments of the program `init`, which runs on the results of `prefill`."""
-        per_row = self.tokens, self.limits, self.eos, self.sampling
-        flags = self.wants_logprobs, self.speculative
-        return self.target, self.drafter, cache, prefilled, *per_row, *flags
 
     def loop_arguments(self, state: DecodeState) -> tuple:
         """Returns the arguments of the programs `decode`, `decode_until_row_ends` and `step`."""

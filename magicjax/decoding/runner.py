@@ -90,7 +90,7 @@ def prefill(
       cache: of the first tokens of each row; None: an empty one is made.
       layer_inputs: of earlier calls for the same prompts, as in `ModelStats`; None: of none.
     """
-    arguments = (*request.prefill_arguments, cache, layer_inputs)
+    arguments = request.target, request.rows, cache, layer_inputs
     return _run(request, "prefill", settings, arguments)
 
 
@@ -105,7 +105,7 @@ def prompt_logprobs(request: Request, cache: KVCache | None = None) -> list[LogP
     count = max(count, *(each.prompt_logprobs or 0 for each in request.params))
     outputs = StatsSpec(layer_inputs=(request.target.config.num_layers,))
     settings = dataclasses.replace(request.prefill_settings, logprobs=count, stats_spec=outputs)
-    arguments = request.target, request.tokens, request.lengths, cache
+    arguments = request.target, request.rows, cache
     found, _ = _run(request, "prompt_logprobs", settings, arguments)
     found = global_arrays.fetch(found)
     rows = zip(request.params, request.prompts, strict=True)
@@ -125,7 +125,7 @@ def init_state(
       cache, prefilled: the results of `prefill`.
       previous: the drafter's state after an earlier text; None without one.
     """
-    arguments = (*request.init_arguments(cache, prefilled), previous)
+    arguments = request.target, request.drafter, cache, prefilled, request.rows, previous
     return _run(request, "init", request.settings, arguments)
 
 
@@ -229,10 +229,11 @@ def _push(
 
 def matchers_of(request: Request) -> list[Matcher | None]:
     """Returns the matchers of the rows' empty texts; [] if no row has a grammar."""
-    if request.allowed is None:
+    if request.rows.allowed is None:
         return []
     found: list[Matcher | None] = []
-    for params, ends in zip(request.params, global_arrays.fetch(request.eos).tolist(), strict=True):
+    ends_of_rows = global_arrays.fetch(request.rows.eos).tolist()
+    for params, ends in zip(request.params, ends_of_rows, strict=True):
         stop = params.stop_token_ids
         eos = [token for token in ends if token not in stop]
         made = params.grammar and Matcher(request.target, params.grammar, eos, stop)
@@ -280,7 +281,7 @@ def run_adaptive(
     calls: list[Call] = []
     ran: set[Arm] = set()
     total, decode_s = np.zeros(state.histogram.shape, np.int32), 0.0
-    limits, texts = np.asarray(request.limits), searched_texts(request)
+    limits, texts = np.asarray(request.rows.limits), searched_texts(request)
     matchers = matchers_of(request)
     prompt_lengths = np.array([len(prompt) for prompt in request.prompts])
     state, emitted, _, ended = end_stopped(state, texts)
@@ -312,7 +313,7 @@ def searched_texts(request: Request) -> list[TextStream]:
 
 def _texts(request: Request) -> list[TextStream]:
     """Returns the empty texts of the rows."""
-    ends = global_arrays.fetch(request.eos).tolist()
+    ends = global_arrays.fetch(request.rows.eos).tolist()
     return [
         TextStream(request.target.tokenizer, params.stop, prompt.tolist(), of_row, params.grammar)
         for params, prompt, of_row in zip(request.params, request.prompts, ends, strict=True)
@@ -420,9 +421,9 @@ def with_rounds(state: DecodeState, rounds: int) -> DecodeState:
 
 def state_shapes(request: Request) -> DecodeState:
     """Returns the shapes of the initial state; runs and allocates nothing."""
-    settings, arguments = request.prefill_settings, request.prefill_arguments
+    settings, arguments = request.prefill_settings, (request.target, request.rows)
     prefilled = program_cache.result_shapes("prefill", settings, arguments)
-    arguments = request.init_arguments(*prefilled)
+    arguments = request.target, request.drafter, *prefilled, request.rows
     return program_cache.result_shapes("init", request.settings, arguments)
 
 
@@ -487,7 +488,7 @@ def output_of(
     found = [text.stopped for text in streams] or [False] * len(new)
     rows = zip(found, new, request.params, strict=True)
     stopped = [is_found or row[-1] in params.stop_token_ids for is_found, row, params in rows]
-    eos = global_arrays.fetch(request.eos).tolist()
+    eos = global_arrays.fetch(request.rows.eos).tolist()
     target_bytes, draft_bytes = request.kv_bytes
     counted = acceptance(emitted, histogram, ranks, nodes, calls)
     decode_s = measured["decode_s"]

@@ -38,7 +38,8 @@ class PrefillRow:
         """Prefills a piece; returns the results of the program and its seconds."""
         end, first = put_row(self.request, piece.end, piece.first)
         settings = dataclasses.replace(self.request.settings, chunk=piece.chunk)
-        request = dataclasses.replace(self.request, lengths=end, settings=settings)
+        rows = dataclasses.replace(self.request.rows, lengths=end)
+        request = dataclasses.replace(self.request, rows=rows, settings=settings)
         cache = dataclasses.replace(self.cache, lengths=first)
         arguments = request.prefill_settings, cache, self.layer_inputs
         (self.cache, prefilled), seconds = runner.prefill(request, *arguments)

@@ -254,7 +254,7 @@ def make_store(templates: Templates) -> PrefixStore:
 
 def _with_shardings(templates: Templates) -> Any:
     """Returns the shapes of a row's arrays with their shardings, on one device as well."""
-    one_device = templates.row.lengths.sharding
+    one_device = templates.row.rows.limits.sharding
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or one_device),
         templates.row_shapes,

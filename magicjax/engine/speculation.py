@@ -184,10 +184,10 @@ def _live(templates: Templates, state: DecodeState, length: int, live: int) -> D
 
     # They end before they fill their slots.
     room = settings.capacity - length - settings.shape.depth - 1
+    limits, eos = rows(max(2, room), state.rows.limits), rows(-1, state.rows.eos)
     return dataclasses.replace(
         with_length(state, length),
+        rows=dataclasses.replace(state.rows, limits=limits, eos=eos),
         emitted=rows(1, state.emitted),
-        limits=rows(max(2, room), state.limits),
         ended=global_arrays.put(np.arange(len(state.ended)) >= live, state.ended.sharding),
-        eos=rows(-1, state.eos),
     )

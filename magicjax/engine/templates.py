@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Int, UInt32
+from jaxtyping import Int
 
 from magicjax import placement
 from magicjax.decoding import memory, runner
@@ -16,13 +16,12 @@ from magicjax.decoding.loop import DecodeState
 from magicjax.decoding.preparation import (
     capacity_of,
     drafter_and_tree,
-    eos_of_rows,
     place,
-    sampling_of,
     validate,
 )
 from magicjax.decoding.request import Request, RequestOptions
-from magicjax.decoding.validation import bad_sequences, check_detokenization, check_target
+from magicjax.decoding.rows import Features, Rows, rows_of
+from magicjax.decoding.validation import check_detokenization, check_target
 from magicjax.drafters import Drafter
 from magicjax.engine import memory_check
 from magicjax.engine.config import MAX_STOP_TOKENS, EngineConfig
@@ -34,8 +33,6 @@ from magicjax.model import Model
 from magicjax.sampling_params import SamplingParams
 from magicjax.trees.token_tree import Tree
 from magicjax.verification import logits_processor
-from magicjax.verification.logits_processor import LogitsProcessor
-from magicjax.verification.sampling import Sampling
 from sharding import DATA, STAGE, factored, global_arrays
 
 CHUNK = 64  # tokens of the prefill steps that end a prompt: few are padding
@@ -63,6 +60,11 @@ class Templates:
         """The most tokens of a row, prompt and new ones."""
         assert self.config.capacity is not None
         return self.config.capacity
+
+    @property
+    def width(self) -> int:
+        """T, to which prompts are padded: the slots of a row."""
+        return self.row.settings.capacity
 
     @property
     def prefill_rule(self) -> PrefillRule:
@@ -111,7 +113,7 @@ def validated(
         mesh=mesh,
     )
     row = validate(target, [longest] * groups, params, options)
-    eos = tuple(token for token in row.eos[0].tolist() if token >= 0)
+    eos = tuple(token for token in row.rows.eos[0].tolist() if token >= 0)
     bounded = config.max_stall_ms is not None
     chunk = min(BOUNDED_CHUNK if bounded else CHUNK, config.prefill_chunk)
     capacity = capacity_of(config.capacity, row.settings.shape.depth, chunk)
@@ -122,15 +124,7 @@ def validated(
         ),
         prompts=[longest],
         params=row.params[:1],
-        tokens=np.zeros((1, capacity), np.int32),
-        lengths=row.lengths[:1],
-        limits=row.limits[:1],
-        eos=eos_of_rows(eos, [SamplingParams()], len(eos) + MAX_STOP_TOKENS),
-        wants_logprobs=np.zeros(1, bool),
-        speculative=np.ones(1, bool),
-        sampling=row_sampling(config, SamplingParams()),
-        processor=row_processor(target, config, SamplingParams(), longest[:0]),
-        allowed=_first_mask(target, config, None),
+        rows=_rows(target, config, eos, longest[:0], SamplingParams(), capacity),
     )
     config.check_drafter(row.drafter, row.settings.verifier)
     memory_check.check_prefixes(row, config)
@@ -156,7 +150,7 @@ def make_templates(
     with memory.explained(row):  # the drafter may make a copy of the target
         row = place(row, 1)
     memory_check.check(row, config)  # before arrays of all slots are made
-    divided = row.lengths.sharding
+    divided = row.rows.limits.sharding
     if mesh is not None:
         divided = NamedSharding(factored(mesh), placement.ROWS)
 
@@ -168,14 +162,7 @@ def make_templates(
         settings=dataclasses.replace(row.settings, replicated_rows=False),
         prompts=row.prompts * config.slots,
         params=row.params * config.slots,
-        tokens=repeated(row.tokens),
-        lengths=repeated(row.lengths),
-        limits=repeated(row.limits),
-        eos=repeated(row.eos),
-        wants_logprobs=repeated(row.wants_logprobs),
-        speculative=repeated(row.speculative),
-        sampling=jax.tree.map(repeated, row.sampling),
-        processor=jax.tree.map(repeated, row.processor),
+        rows=jax.tree.map(repeated, row.rows),
     )
     shapes = runner.state_shapes(row)
     templates = Templates(config, row, all_rows, (shapes.cache, shapes.drafter))
@@ -222,34 +209,26 @@ def _check_insertable(templates: Templates) -> None:
         )
 
 
-def row_sampling(config: EngineConfig, params: SamplingParams) -> Sampling | None:
-    """Returns the sampling of one row; None in a greedy engine.
-
-    Rows may use top_k and top_p, whatever they use.
-    """
-    if not config.sampling:
-        return None
-    return dataclasses.replace(sampling_of([params]), top_k_used=True, top_p_used=True)
-
-
-def row_processor(
-    target: Model, config: EngineConfig, params: SamplingParams, prompt: Int[np.ndarray, "T"]
-) -> LogitsProcessor | None:
-    """Returns the processor of the logits of one row; None in an engine without them."""
-    if not config.logits_processors:
-        return None
-    shape = logits_processor.MAX_SEQUENCES, logits_processor.MAX_SEQUENCE
-    sequences = bad_sequences(target, params)
-    return logits_processor.rows_of(
-        [params], [prompt], [sequences], target.config.vocab_size, shape
+def _rows(
+    target: Model,
+    config: EngineConfig,
+    eos: tuple[int, ...],
+    prompt: Int[np.ndarray, "T"],
+    params: SamplingParams,
+    width: int,
+    max_tokens: int = 1,
+    matcher: Matcher | None = None,
+) -> Rows:
+    """Returns one row with arrays for all that a request of the engine may use."""
+    sequences = logits_processor.MAX_SEQUENCES, logits_processor.MAX_SEQUENCE
+    features = Features(
+        sampling=config.sampling,
+        warping=True,
+        sequences=sequences if config.logits_processors else None,
+        ends=len(eos) + MAX_STOP_TOKENS,
     )
-
-
-def _first_mask(
-    target: Model, config: EngineConfig, matcher: Matcher | None
-) -> UInt32[np.ndarray, "1 W"] | None:
-    """Returns the first tokens that a row may have; None in an engine without grammars."""
-    return first_masks([matcher], target.config.vocab_size) if config.grammars else None
+    allowed = first_masks([matcher], target.config.vocab_size) if config.grammars else None
+    return rows_of(target, [prompt], [params], [max_tokens], eos, width, allowed, features)
 
 
 def with_drafter(templates: Templates, drafter: Drafter | None) -> Templates:
@@ -261,33 +240,22 @@ def with_drafter(templates: Templates, drafter: Drafter | None) -> Templates:
 
 def row_of_request(templates: Templates, request: EngineRequest) -> Request:
     """Returns a request as arrays of one row, in the shapes of all prompts."""
-    row, prompt = templates.row, request.prompt
-    tokens = np.zeros(row.tokens.shape, np.int32)
-    tokens[0, : len(prompt)] = prompt
-    config, params = templates.config, request.params
+    row, config = templates.row, templates.config
     assert isinstance(config.eos_token_id, tuple)  # set by `validated`
-    on_host = {
-        "tokens": tokens,
-        "lengths": _one_row(len(prompt)),
-        "limits": _one_row(request.max_tokens),
-        "eos": eos_of_rows(config.eos_token_id, [params], row.eos.shape[1]),
-        "sampling": row_sampling(config, params),
-        "wants_logprobs": np.array([params.logprobs is not None]),
-        "speculative": np.array([params.speculative]),
-        "processor": row_processor(row.target, config, params, prompt),
-        "allowed": _first_mask(row.target, config, request.matcher),
-    }
+    of_request = request.prompt, request.params, templates.width
+    limit = request.max_tokens, request.matcher
+    rows = _rows(row.target, config, config.eos_token_id, *of_request, *limit)
     return dataclasses.replace(
         row,
-        prompts=[prompt],
-        params=(params,),
-        **global_arrays.put(on_host, row.lengths.sharding),
+        prompts=[request.prompt],
+        params=(request.params,),
+        rows=global_arrays.put(rows, row.rows.limits.sharding),
     )
 
 
 def put_row(request: Request, *values: int) -> list[jax.Array]:
     """Returns int32 [1] arrays with the sharding of a request's row, in one transfer."""
-    return global_arrays.put([_one_row(value) for value in values], request.lengths.sharding)
+    return global_arrays.put([_one_row(value) for value in values], request.rows.limits.sharding)
 
 
 def _one_row(value: int) -> Int[np.ndarray, "1"]:
@@ -297,14 +265,11 @@ def _one_row(value: int) -> Int[np.ndarray, "1"]:
 def empty_state(templates: Templates) -> DecodeState:
     """Returns the state of slots that are all free; allocates the caches."""
     slots = templates.slots
-    separate: Any = dict(sampling=None, processor=None, ended=None, eos=None)
-    shapes = dataclasses.replace(runner.state_shapes(slots), **separate)
-    # Copies, because programs donate the state.
-    copied = jax.tree.map(jnp.copy, (slots.sampling, slots.processor, slots.eos))
-    sampling, processor, eos = copied
-    ended = global_arrays.put(np.ones(templates.config.slots, bool), slots.lengths.sharding)
-    rows: Any = dict(sampling=sampling, processor=processor, ended=ended, eos=eos)
-    state = dataclasses.replace(_zeros(shapes), **rows)
+    placed: Any = dict(rows=None, ended=None)
+    shapes = dataclasses.replace(runner.state_shapes(slots), **placed)
+    ended = global_arrays.put(np.ones(templates.config.slots, bool), slots.rows.limits.sharding)
+    rows = jax.tree.map(jnp.copy, slots.rows.without_prompts())  # programs donate the state
+    state = dataclasses.replace(_zeros(shapes), rows=rows, ended=ended)
     return runner.with_rounds(state, templates.config.rounds_per_step)
 
 
@@ -321,9 +286,9 @@ def empty_drafter(templates: Templates) -> Any:
 def empty_layer_inputs(templates: Templates) -> dict[int, jax.Array]:
     """Returns the inputs of the layers that the drafter reads, zeros, of one row."""
     row = templates.row
-    shape = *row.tokens.shape, row.target.config.hidden_size
+    shape = 1, templates.width, row.target.config.hidden_size
     return {
-        layer: jnp.zeros(shape, row.target.dtype, device=row.lengths.sharding)
+        layer: jnp.zeros(shape, row.target.dtype, device=row.rows.limits.sharding)
         for layer in row.prefill_settings.stats_spec.layer_inputs
     }
 

@@ -165,7 +165,7 @@ def _check_caches(target, batch: Batch, options: dict[str, Any]) -> None:
         target, batch.prompts, max_tokens=batch.limits, **options, **sampling
     )
     state = run(request, request.settings, prefill_and_init(request)[0])[0]
-    state = dataclasses.replace(state, sampling=None, eos=None, rounds=None, max_rounds=None)
+    state = dataclasses.replace(state, rows=None, rounds=None, max_rounds=None)
     state = jax.tree.map(np.array, state)
     texts = [
         np.concatenate([prompt, output[:emitted]])

@@ -144,7 +144,7 @@ def _start(made: Configuration, clock: Any) -> Session:
         options |= dict(temperature=1.0, verifier=made.verifier, max_tokens=made.new_tokens)
         options |= dict(top_k=3, top_p=0.9)  # as static settings
         alone = keywords.prepare(target, [longest], **options)
-        _alone(alone, longest[:1], 1, alone.sampling)  # compiles
+        _alone(alone, longest[:1], 1, alone.rows.sampling)  # compiles
     compiled = program_cache.totals()[0]
     return Session(made, engine, target, drafter, eos, alone, clock, [], compiled)
 
@@ -349,15 +349,18 @@ def _check_tokens(session: Session, request: EngineRequest, tokens) -> int:
 
 def _alone(request: Request, prompt, limit: int, sampling) -> np.ndarray:
     """Returns the text that `generate` has for the prompt alone, in fixed shapes."""
-    tokens = np.zeros(request.tokens.shape, np.int32)
+    tokens = np.zeros(request.rows.tokens.shape, np.int32)
     tokens[0, : len(prompt)] = prompt
     request = dataclasses.replace(
         request,
         prompts=[prompt],
-        tokens=jnp.asarray(tokens),
-        lengths=jnp.asarray([len(prompt)], jnp.int32),
-        limits=jnp.asarray([limit], jnp.int32),
-        sampling=jax.tree.map(jnp.asarray, sampling),
+        rows=dataclasses.replace(
+            request.rows,
+            tokens=jnp.asarray(tokens),
+            lengths=jnp.asarray([len(prompt)], jnp.int32),
+            limits=jnp.asarray([limit], jnp.int32),
+            sampling=jax.tree.map(jnp.asarray, sampling),
+        ),
     )
     state = run(request, request.settings, prefill_and_init(request)[0])[0]
     return np.asarray(state.output)[0, : int(state.emitted[0])]

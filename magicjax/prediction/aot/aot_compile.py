@@ -174,11 +174,11 @@ def _check(load: Workload) -> None:
 def compile_ahead(program: str, request: Request) -> jax.stages.Compiled:
     """Compiles one of `PROGRAMS` for the devices of a request's mesh."""
     settings: Any = request.prefill_settings
-    arguments: tuple = request.prefill_arguments
+    arguments: tuple = request.target, request.rows
     if program != "prefill":
         prefilled = program_cache.result_shapes("prefill", settings, arguments)
         settings = request.settings
-        arguments = request.init_arguments(*prefilled)
+        arguments = request.target, request.drafter, *prefilled, request.rows
     if program == "decode":
         state = program_cache.result_shapes("init", settings, arguments)
         arguments = request.loop_arguments(state)

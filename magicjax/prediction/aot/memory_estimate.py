@@ -80,7 +80,7 @@ def count(load: Workload) -> Bytes:
     full_prefill = sum(_full_prefill_bytes(small, request) for small in small_models)
     growing = target_kv + bounds + full_prefill
     growing += sum(part_bytes((cache.k, cache.v)) for cache in full)
-    prompts = part_bytes((request.tokens, request.lengths, request.limits))
+    prompts = part_bytes((request.rows.tokens, request.rows.lengths, request.rows.limits))
     rows, nodes = local_rows(request), request.settings.shape.num_nodes
     tokens = rows * request.settings.chunk
     host = part_bytes(request.target.layout)
@@ -120,7 +120,7 @@ def _page_bounds(state: Any) -> list[PageBounds]:
 
 def local_rows(request: Request) -> int:
     """Returns the number of rows on a device."""
-    return request.lengths.sharding.shard_shape(request.lengths.shape)[0]
+    return request.rows.lengths.sharding.shard_shape(request.rows.lengths.shape)[0]
 
 
 def _small_models(request: Request) -> list[SmallModel]:

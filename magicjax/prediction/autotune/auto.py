@@ -149,7 +149,7 @@ def _resolve(
         request = dataclasses.replace(problem.request, drafter=None)
     else:
         request = problem.requests[choice.name]
-    if not (adaptive and _is_adaptive(choice, request.sampling is not None)):
+    if not (adaptive and _is_adaptive(choice, request.rows.sampling is not None)):
         settings = request.settings.with_tree(choice.tree or ROOT_ONLY)
         request = dataclasses.replace(request, settings=settings)
     return choice, request, (prefilled.start(request), prefilled.seconds), plan_s
@@ -185,7 +185,7 @@ def _run_choice(
     request: Request, choice: Choice, state: DecodeState
 ) -> tuple[DecodeState, list[Call], float]:
     """Returns (the state when all rows have ended, calls, seconds) of a run from after prefill."""
-    if not _is_adaptive(choice, request.sampling is not None):
+    if not _is_adaptive(choice, request.rows.sampling is not None):
         depth = request.settings.shape.depth
         state, seconds = runner.run_to_end(request, state)
         return state, [(depth, np.asarray(state.histogram))], seconds

@@ -126,7 +126,7 @@ def make_problem(
     requests, unsupported = _requests(plain, auto, request_of)
     request, devices = next(iter(requests.values())), 1 if mesh is None else mesh.size
     machine = cost_model.Machine(device, shape[DATA], devices // shape[DATA])
-    context = np.asarray(request.lengths) + np.asarray(request.limits) / 2
+    context = np.asarray(request.rows.lengths) + np.asarray(request.rows.limits) / 2
     cost_model.check_dtype(device, str(target.dtype), profile)
     return SearchProblem(
         auto,
@@ -168,7 +168,7 @@ def _requests(
             raise ValueError(f"drafters={', '.join(names)} have equal names: remove duplicates")
         return dict(zip(names, map(request_of, auto.drafters), strict=True)), {}
     requests, unsupported = {}, {}
-    for drafter in default_drafters(int(np.asarray(plain.lengths).min())):
+    for drafter in default_drafters(int(np.asarray(plain.rows.lengths).min())):
         try:
             requests[name_of(drafter)] = request_of(drafter)
         except ValueError as error:

@@ -65,7 +65,9 @@ def run_trial(
     if tree.num_nodes == 1:
         request = dataclasses.replace(request, drafter=None)
     settings = request.settings.with_tree(tree)
-    request = dataclasses.replace(request, sampling=_fold_in_trial(request.sampling))
+    sampling = _fold_in_trial(request.rows.sampling)
+    rows = dataclasses.replace(request.rows, sampling=sampling)
+    request = dataclasses.replace(request, rows=rows)
     state = prefilled.start(request)
     times: list[float] = []
     while (before := _rounds(state)) < rounds:
@@ -89,8 +91,9 @@ def _rounds(state: DecodeState) -> int:
 
 
 def _measured(name: str, tree: Tree, state: DecodeState, seconds: float) -> Trial:
-    names = ("emitted", "histogram", "ranks", "nodes", "limits", "ended")
-    *counts, limits, ended = jax.device_get([getattr(state, field) for field in names])
+    names = ("emitted", "histogram", "ranks", "nodes")
+    counts = jax.device_get([getattr(state, field) for field in names])
+    limits, ended = jax.device_get((state.rows.limits, state.ended))
     emitted, histogram = counts[:2]
     rounds = histogram.sum(1)
     trial = Trial(name, seconds, float(rounds.mean()))

@@ -86,7 +86,7 @@ def test_no_array_appears_twice_in_a_state(kind):
     assert len({leaf.unsafe_buffer_pointer() for leaf in leaves if leaf.size}) == len(
         [leaf for leaf in leaves if leaf.size]
     )
-    assert (state.cache.lengths == 64).all() and (state.eos == -1).all()
+    assert (state.cache.lengths == 64).all() and (state.rows.eos == -1).all()
     assert float(jnp.std(state.cache.k[0])) > 0.5
     states = state.drafter if kind == "ensemble" else (state.drafter,)
     assert len(states) == len(drafter.members())

@@ -239,13 +239,15 @@ def test_a_first_drafter_that_rewinds_to_its_old_arrays_copies_its_cache(monkeyp
 def truncate_without_the_result(tokens, result, state):
     """Keeps one token of each row, independently of verification."""
     kept = (~state.ended).astype(state.emitted.dtype)
-    return kept, state.ended | (state.emitted + kept >= state.limits)
+    return kept, state.ended | (state.emitted + kept >= state.rows.limits)
 
 
 def test_prefill_holds_no_scores_of_the_whole_prompt():
     request = request_of("self_chain")
-    program = program_cache.program("prefill", request.prefill_settings, *request.prefill_arguments)
-    rows, width = request.tokens.shape
+    program = program_cache.program(
+        "prefill", request.prefill_settings, request.target, request.rows
+    )
+    rows, width = request.rows.tokens.shape
     scores = rows * request.target.config.num_heads * width * request.settings.capacity * 4
     temporaries = program.memory_analysis().temp_size_in_bytes
     # Chunks of 512 against blocks of 1,024: a thousandth and less is alive at once.

@@ -25,7 +25,8 @@ PARAMS = [magicjax.SamplingParams(temperature=1, top_p=0.9, max_tokens=n) for n 
 
 
 def arrays(request):
-    return request.tokens, request.lengths, request.limits, request.eos
+    rows = request.rows
+    return rows.tokens, rows.lengths, rows.limits, rows.eos
 
 
 def test_generate_and_stream_take_the_options_that_are_validated():
@@ -39,8 +40,8 @@ def test_a_target_without_weights_is_validated_on_the_host():
     skeleton = magicjax.Model(models.build(tiny.config()), None)
     request = validate(skeleton, PROMPTS, PARAMS)
     assert all(type(array) is np.ndarray for array in arrays(request))
-    assert request.tokens.tolist() == [[1, 2] + [0] * 14, [3] + [0] * 15]
-    assert request.limits.tolist() == [3, 4]
+    assert request.rows.tokens.tolist() == [[1, 2] + [0] * 14, [3] + [0] * 15]
+    assert request.rows.limits.tolist() == [3, 4]
 
 
 def test_weights_are_loaded_after_validation():
@@ -82,13 +83,13 @@ def test_each_row_has_its_parameters():
         magicjax.SamplingParams(temperature=0.5, top_k=7, seed=3),
         magicjax.SamplingParams(temperature=0.5, seed=3, logprobs=2, stop="a"),
     ]
-    sampling = validate(spelled.target(), PROMPTS + [[4]], params).sampling
+    sampling = validate(spelled.target(), PROMPTS + [[4]], params).rows.sampling
     assert sampling.temperature.tolist() == [1.0, 0.5, 0.5]
     assert sampling.top_k.tolist() == [1, 7, 0]
     for row, seed in enumerate((0, 3, 3)):
         (key,) = row_keys(seed, np.array([row]))
         assert (jax.random.key_data(sampling.keys[row]) == jax.random.key_data(key)).all()
-    assert validate(tiny.model(), PROMPTS, [params[0]] * 2).sampling is None
+    assert validate(tiny.model(), PROMPTS, [params[0]] * 2).rows.sampling is None
 
 
 def test_a_row_gets_the_log_probabilities_that_it_requested():
@@ -179,7 +180,7 @@ class ChatTokenizer:
 def test_placed_arrays_equal_the_validated_ones():
     request = validate(tiny.model(), PROMPTS, PARAMS)
     placed = place(request)
-    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(placed.sampling))
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(placed.rows.sampling))
     for array, on_device in zip(arrays(request), arrays(placed), strict=True):
         assert isinstance(on_device, jax.Array) and on_device.dtype == array.dtype
         np.testing.assert_array_equal(array, on_device)

@@ -28,10 +28,13 @@ def equations(jaxpr, counted: set[int]) -> int:
 
 def programs(request) -> Iterator[tuple]:
     """Yields (name, settings, shapes of the arguments) of the programs of a request."""
-    settings, arguments = request.prefill_settings, request.prefill_arguments
+    settings, arguments = request.prefill_settings, (request.target, request.rows)
     yield "prefill", settings, arguments
     prefilled = program_cache.result_shapes("prefill", settings, arguments)
-    settings, arguments = request.settings, request.init_arguments(*prefilled)
+    settings, arguments = (
+        request.settings,
+        (request.target, request.drafter, *prefilled, request.rows),
+    )
     yield "init", settings, arguments
     state = program_cache.result_shapes("init", settings, arguments)
     yield "decode", settings, request.loop_arguments(state)

@@ -51,7 +51,7 @@ def proposing(settings):
 
     @jax.jit
     def propose(drafter, target, state):
-        arguments = target, state.drafter, state.pending, state.cache, state.sampling
+        arguments = target, state.drafter, state.pending, state.cache, state.rows.sampling
         return drafter.propose(*arguments, settings)[0]
 
     return propose

@@ -55,7 +55,7 @@ def proposals(target, drafter, tree="2,2,1", **options) -> list[np.ndarray]:
 
     @jax.jit
     def propose(target, drafter, state):
-        arguments = state.drafter, state.pending, state.cache, state.sampling, request.settings
+        arguments = state.drafter, state.pending, state.cache, state.rows.sampling, request.settings
         return jnp.where(state.ended[:, None], 0, drafter.propose(target, *arguments)[0].tokens)
 
     while not state.ended.all():

@@ -364,7 +364,7 @@ def test_prefill_in_a_row_copies_no_cache():
     config = EngineConfig(slots=1, capacity=16_000, max_tokens=32)
     _, row = validated(shaped(WIDE), tiny.drafter("self"), tiny.TREES["chain4"], config)
     cache = runner.state_shapes(row).cache
-    arguments = (*row.prefill_arguments, cache)
+    arguments = row.target, row.rows, cache
     program = program_cache.program("prefill", row.prefill_settings, *arguments)
     assert moved_caches(program, {"target": cache.k[0].size}) == {}
     held = 2 * WIDE.num_layers * cache.k[0].size * 4

@@ -41,7 +41,7 @@ def rounds(kind, tree, prompts, dtype, target="target", **options):
     state = prefill_and_init(request)[0]
     while True:
         # Copies, because the next round donates the state. PRNG keys have no numpy form.
-        seen = jax.tree.map(np.array, state.replace(sampling=None))
+        seen = jax.tree.map(np.array, state.replace(rows=state.rows.replace(sampling=None)))
         yield request, seen
         if seen.ended.all():
             return
