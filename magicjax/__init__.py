@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from magicjax import policies
-    from magicjax.decoding.runner import Output
+    from magicjax.decoding.output import Output
     from magicjax.decoding.stats import Stats
     from magicjax.drafters import (
         Cascade,
@@ -61,7 +61,7 @@ def _check_neighbours() -> None:
 _check_neighbours()
 
 _NAMES = {  # public names by module, as in the block above
-    "magicjax.decoding.runner": ("Output",),
+    "magicjax.decoding.output": ("Output",),
     "magicjax.decoding.stats": ("Stats",),
     "magicjax.drafters": (
         "Cascade",

@@ -8,17 +8,20 @@ from typing import TYPE_CHECKING, Any
 from jax.sharding import Mesh
 
 from magicjax.decoding import memory, program_cache
-from magicjax.decoding.preparation import prepare
-from magicjax.decoding.request import Request, RequestOptions
-from magicjax.decoding.runner import (
+from magicjax.decoding.decoder import Decoder
+from magicjax.decoding.loop import DecodeState
+from magicjax.decoding.output import (
     Output,
     Rounds,
+    decode,
     log_request,
     output_of,
-    prefill_and_init,
+    run_rounds,
     run_to_end,
-    stream_rounds,
+    texts_of,
 )
+from magicjax.decoding.preparation import prepare
+from magicjax.decoding.request import RequestOptions
 from magicjax.drafters import Drafter
 from magicjax.model import Model
 from magicjax.sampling_params import SamplingParams
@@ -26,7 +29,7 @@ from magicjax.suggest import explain_unknown
 from magicjax.trees.token_tree import Tree
 
 if TYPE_CHECKING:
-    from magicjax.prediction.autotune.auto import Auto, Choice, Started
+    from magicjax.prediction.autotune.auto import Auto, Choice
 
 
 @explain_unknown
@@ -123,9 +126,9 @@ def run(
     compiled = program_cache.totals()
     request = prepare(target, prompts, params, options)
     log_request(request)
-    state, prefill_s = prefill_and_init(request)
-    state, decode_s = run_to_end(request, state)
-    return output_of(request, state, compiled, prefill_s=prefill_s, decode_s=decode_s)
+    decoder, texts = Decoder(request), texts_of(request)
+    state = run_to_end(decoder, decoder.start(), texts)
+    return output_of(decoder, state, texts, compiled)
 
 
 def _chooser(options: RequestOptions) -> ModuleType | None:
@@ -156,7 +159,7 @@ def stream(
     mesh: Mesh | None = None,
     micro_batches: int | None = None,
 ) -> Rounds:
-    """Yields the new tokens of each row after prefill and after every round.
+    """Yields a list of each row's `NewTokens` after prefill and after every round.
 
     The tokens are those of `generate`; a row with a stop string ends with the token that completes
     it. The loop runs in Python, with a host synchronization after each round. The generator's
@@ -195,27 +198,26 @@ def run_stream(
     else:
         request = prepare(target, prompts, params, options)
         memory.check(request)
-        prepared = request, None, None
+        prepared = Decoder(request), None, None
     after = program_cache.totals()
     return _rounds((after[0] - before[0], after[1] - before[1]), *prepared)
 
 
 def _rounds(
     searched: tuple[int, float],
-    request: Request,
+    decoder: Decoder,
     choice: "Choice | None" = None,
-    started: "Started | None" = None,
+    state: DecodeState | None = None,
 ):
     """Yields each round's tokens; returns the output.
 
     `searched` is the number of programs that the choice of a drafter compiled, and the seconds.
-    `started` is what `prefill_and_init` returns.
     """
     count, seconds = program_cache.totals()
     compiled = count - searched[0], seconds - searched[1]
-    log_request(request)
-    state, prefill_s = prefill_and_init(request) if started is None else started
-    del started  # the first step donates the state
-    state, decode_s = yield from stream_rounds(request, state)
-    output = output_of(request, state, compiled, prefill_s=prefill_s, decode_s=decode_s)
+    log_request(decoder.request)
+    texts = texts_of(decoder.request)
+    state = decoder.start() if state is None else state
+    state = yield from run_rounds(state, texts, lambda state: decode(decoder, state, texts, 1))
+    output = output_of(decoder, state, texts, compiled)
     return dataclasses.replace(output, choice=choice)

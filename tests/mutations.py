@@ -152,7 +152,7 @@ MUTATIONS = {
         "magicjax.decoding.loop:token_tree", _depths_count_nodes
     ),
     "all nodes have the mask of the root": Mutation(
-        "magicjax.decoding.runner:tree_masks", _masks_of_the_root
+        "magicjax.decoding.decoder:tree_masks", _masks_of_the_root
     ),
     "the ring starts one slot late": Mutation(
         "magicjax.kv_cache.sparse_cache:slot_of", _ring_one_slot_late

@@ -15,7 +15,8 @@ import magicjax
 from experiments.schema import grid
 from experiments.training import export
 from experiments.training.generated_text import Generated, beginning
-from magicjax.decoding import preparation, runner
+from magicjax.decoding import preparation
+from magicjax.decoding.decoder import Decoder
 from magicjax.decoding.request import RequestOptions
 from magicjax.files import write_atomically
 from magicjax.settings import StatsSpec
@@ -118,7 +119,8 @@ def _batch(
         drafter=Recorder(layers), tree=magicjax.chain(1), verifier="naive", eos_token_id=[]
     )
     request = preparation.prepare(target, [start] * settings.batch, params, options)
-    state, _ = runner.run_to_end(request, runner.prefill_and_init(request)[0])
+    decoder = Decoder(request)
+    state = decoder.decode(decoder.start())
     positions = len(start) + settings.length - 1
     prompts = np.tile(np.array(start, np.int32), (settings.batch, 1))
     tokens = np.concatenate([prompts, np.asarray(state.output)[:, : settings.length - 1]], 1)

@@ -11,7 +11,6 @@ acceptance rate, and says nothing about the acceptance of any real draft.
 
 import argparse
 import dataclasses
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ from magicjax.benchmarks.synthetic import (
     zero_logits,
 )
 from magicjax.benchmarks.tables import record_table
-from magicjax.decoding import program_cache
+from magicjax.decoding.decoder import Decoder
 from magicjax.drafters import SelfSpeculation
 from magicjax.loading import load
 from magicjax.model import DTYPES, Model, softcap_of
@@ -72,17 +71,14 @@ class LoopRun:
 def run_loop(setup: Setup, batch: int, context: int, drafter: Any, tree: Any) -> LoopRun:
     """Returns the faster of two runs of the loop, after a warm-up run."""
     request, runs = synthetic_request(setup, batch, context, drafter, tree), []
+    decoder = Decoder(request)
     for _ in range(3):
-        arguments = request.loop_arguments(synthetic_state(request))
-        decode = program_cache.program("decode", request.settings, *arguments)
-        jax.block_until_ready(arguments)
-        begin = time.perf_counter()
-        state = jax.block_until_ready(decode(*arguments))
-        seconds = time.perf_counter() - begin
+        state = decoder.decode(jax.block_until_ready(synthetic_state(request)))
+        seconds = decoder.clock.newest_s
         rounds = np.asarray(state.histogram).sum(1)
         tau = float(state.emitted.sum() - batch) / int(rounds.sum())
         runs.append(LoopRun(seconds, int(rounds.max()), tau))
-        del arguments, state  # memory may not hold two caches of a large batch
+        del state  # memory may not hold two caches of a large batch
     return min(runs[1:], key=lambda run: run.seconds)
 
 

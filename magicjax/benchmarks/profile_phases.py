@@ -23,7 +23,8 @@ import jax
 import numpy as np
 from jax.profiler import ProfileData
 
-from magicjax.decoding import program_cache, runner
+from magicjax.decoding import program_cache
+from magicjax.decoding.decoder import Decoder
 from magicjax.decoding.paired_timing import PrefilledPrompts
 from magicjax.decoding.preparation import prepare
 from magicjax.decoding.request import Request, RequestOptions
@@ -123,7 +124,7 @@ def trace(
     if rounds < 1:
         raise ValueError(f"rounds={rounds} is too small: trace at least 1 round")
     if auto.is_choice(options.drafter):
-        request = auto.prepare_stream(target, prompts, params, options)[0]
+        request = auto.prepare_stream(target, prompts, params, options)[0].request
     else:
         request = prepare(target, prompts, params, options)
     drafters = [] if request.drafter is None else [request.drafter]
@@ -145,18 +146,16 @@ def trace_request(
     Raises:
       ValueError: this platform's trace does not name operations.
     """
-    state = prefilled.start(request)
+    decoder = Decoder(request)
+    state = prefilled.start(decoder)
     compiled = program_cache.totals()
-    loop = runner.compile_loop(request, request.settings, state)
+    text = decoder.loop(state).as_text() or ""
     if program_cache.totals() != compiled:
         # The first run of a program loads kernels, which would count as host time.
-        state, _ = runner.run(request, request.settings, state, 1)
-        state = prefilled.reset(state).start(request)
-    state = runner.with_rounds(state, rounds)
-    arguments = request.loop_arguments(state)
-    text = loop.as_text() or ""
-    jax.block_until_ready(arguments)
-    (state, wall_s), data, raw_trace = traced(lambda: runner.timed(loop, *arguments))
+        state = prefilled.reset(decoder.decode(state, 1)).start(decoder)
+    jax.block_until_ready(state)
+    state, data, raw_trace = traced(lambda: decoder.decode(state, rounds))
+    wall_s = decoder.clock.newest_s
     match = re.match(r"HloModule ([\w.\-]+)", text)
     events = events_of(data, match[1] if match else "", jax.default_backend() == "cpu")
     phases, control_flow = phases_of_operations(text, drafting=request.drafter is not None)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from magicjax.benchmarks import synthetic
-from magicjax.decoding.paired_timing import ROUNDS, Variant, time_interleaved
-from magicjax.decoding.runner import state_shapes
+from magicjax.decoding.decoder import Decoder
+from magicjax.decoding.paired_timing import ROUNDS, time_interleaved
 from magicjax.drafters import Drafter
 from magicjax.trees.token_tree import ROOT_ONLY, chain
 
@@ -46,7 +46,7 @@ def step_times(
       batch, context: B, and the tokens of each row.
       nodes: of the passes, besides 1 and those of the drafters' rounds.
       drafters: by any key, each with its gamma, the tokens that it drafts in a round.
-      repeats: of all variants.
+      repeats: of all.
     """
     nodes = sorted({*nodes, *(gamma + 1 for _, gamma in drafters.values())})
     deepest = chain(nodes[-1] - 1)
@@ -54,17 +54,17 @@ def step_times(
     free = synthetic.Synthetic(None, jnp.zeros((batch, 1), jnp.int32), jnp.float32(1))
     request = synthetic.synthetic_request(setup, batch, context, free, deepest)
     plain = dataclasses.replace(request, drafter=None)
-    variants: dict[Any, Variant] = {1: Variant(plain, request.settings.with_tree(ROOT_ONLY))}
-    variants |= {n: Variant(request, request.settings.with_tree(chain(n - 1))) for n in nodes}
+    decoders: dict[Any, Decoder] = {1: Decoder(plain, request.settings.with_tree(ROOT_ONLY))}
+    decoders |= {n: Decoder(request, request.settings.with_tree(chain(n - 1))) for n in nodes}
     state = synthetic.synthetic_state(request)
     drafter_states = {id(None): None, id(request.drafter): state.drafter}
     for key, (drafter, gamma) in drafters.items():
         request = synthetic.synthetic_request(setup, batch, context, drafter, deepest)
-        variants["draft", key] = Variant(request, request.settings.with_tree(chain(gamma)))
-        shapes = state_shapes(request).drafter
+        decoders["draft", key] = Decoder(request, request.settings.with_tree(chain(gamma)))
+        shapes = Decoder(request).state_shapes().drafter
         drafter_states[id(request.drafter)] = synthetic.filled(request, shapes)
-    measured, _ = time_interleaved([*variants.values()], state, drafter_states, repeats)
-    times = dict(zip(variants, measured, strict=True))
+    measured, _ = time_interleaved([*decoders.values()], state, drafter_states, repeats)
+    times = dict(zip(decoders, measured, strict=True))
     rounds = {key: times["draft", key] for key in drafters}
     levels = {
         key: np.subtract(rounds[key], times[gamma + 1]) / gamma

@@ -14,9 +14,9 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from magicjax.decoding import loop
+from magicjax.decoding.decoder import Decoder
 from magicjax.decoding.preparation import prepare
 from magicjax.decoding.request import Request, RequestOptions
-from magicjax.decoding.runner import state_shapes
 from magicjax.drafters import Drafter, SelfSpeculation
 from magicjax.drafters.base import RoundOutcome, with_length
 from magicjax.model import Model
@@ -129,7 +129,7 @@ def _filled(shape: tuple[int, ...], dtype: Any) -> Array:
 def synthetic_state(request: Request) -> loop.DecodeState:
     """Returns a state after prefill whose caches hold random numbers."""
     rows = jax.tree.map(jnp.array, request.rows.without_prompts())
-    return filled(request, state_shapes(request)).replace(
+    return filled(request, Decoder(request).state_shapes()).replace(
         rows=rows,
         emitted=jnp.ones_like(rows.limits),
         rounds=jnp.int32(0),

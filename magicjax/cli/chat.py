@@ -12,7 +12,8 @@ from typing import Any
 import magicjax
 from magicjax.cli import drafting, options, text
 from magicjax.decoding.prompts import chat_tokens, token_ids
-from magicjax.engine.handle import RequestStats, Result
+from magicjax.decoding.text import Result
+from magicjax.engine.handle import RequestStats
 from magicjax.files import write_atomically
 from magicjax.loading import config_of
 from magicjax.model import DTYPES

@@ -16,9 +16,8 @@ import jax
 import magicjax
 from magicjax.cli import INTERRUPTED, drafting, options, text
 from magicjax.cli.options import AUTO
+from magicjax.decoding.output import Output
 from magicjax.decoding.prompts import token_ids
-from magicjax.decoding.runner import Output
-from magicjax.decoding.text_stream import TextStream
 from magicjax.decoding.validation import DEFAULT_TREE
 from magicjax.drafters import Drafter
 from magicjax.drafters.spec import make_drafter, parse_all, parse_trees
@@ -256,13 +255,12 @@ def _generate(
     if arguments.show_tree:
         trees = [tree for text in arguments.tree for tree in parse_trees(text)]
         print(*trees or [DEFAULT_TREE], sep="\n")
-    ends = params.end_tokens(target.eos_token_ids)
-    printed = TextStream(tokenizer, params.stop, prompts[0].tolist(), ends, params.grammar)
     with interruptible as interrupted:
-        output = text.print_stream(rounds, printed, interrupted.is_set)
-    if output.logprobs is not None:
-        tokens = output.tokens[0, : output.lengths[0]]
-        print(text.log_prob_lines(tokenizer, tokens, output.logprobs[0]), file=sys.stderr)
+        output = text.print_stream(rounds, interrupted.is_set)
+    (result,) = output.results
+    if result.logprobs is not None:
+        lines = text.log_prob_lines(tokenizer, result.tokens, result.logprobs)
+        print(lines, file=sys.stderr)
     if output.choice is not None:
         print(output.choice, file=sys.stderr)
     print(report(output), file=sys.stderr)

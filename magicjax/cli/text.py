@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from magicjax.decoding.text_stream import TextStream, token_texts
+from magicjax.decoding.output import Output
+from magicjax.decoding.text import NewTokens
+from magicjax.decoding.text_stream import token_texts
 from magicjax.loading import check_tokenizer, config_of, load_tokenizer, skeleton, stored_dtype
 from magicjax.model import Model
 from magicjax.verification.logprobs import LogProbs
@@ -71,26 +73,26 @@ def interruptible() -> Iterator[threading.Event]:
 
 
 def print_stream(
-    rounds: Generator[Any, bool | None, Any],
-    text: TextStream,
+    rounds: Generator[list[NewTokens], bool | None, Output],
     interrupted: Callable[[], bool] = lambda: False,
-) -> Any:
-    """Prints a text as it is generated, and returns the generator's return value.
+) -> Output:
+    """Prints a text as it is generated, and returns the output of the generator.
 
     After a round in which `interrupted` returns True, the generator ends (`magicjax.stream`).
     """
     ends: bool | None = None  # a generator starts with None
-    display, shown = Display(), 0
+    display, reasoning, text = Display(), "", ""
     while True:
         try:
-            tokens = rounds.send(ends)[0].tolist()
+            (new,) = rounds.send(ends)
         except StopIteration as end:
-            rest = text.finish()
-            print(display.add(text.reasoning[shown:], rest), flush=True)
+            (result,) = end.value.results  # of an interrupted text, some was held back
+            rest = result.text.removeprefix(text)
+            print(display.add(result.reasoning.removeprefix(reasoning), rest), flush=True)
             return end.value
-        new = text.push(tokens)[1]
-        print(display.add(text.reasoning[shown:], new), end="", flush=True)
-        shown, ends = len(text.reasoning), interrupted()
+        print(display.add(new.reasoning, new.text or ""), end="", flush=True)
+        reasoning, text = reasoning + new.reasoning, text + (new.text or "")
+        ends = interrupted()
 
 
 class Display:

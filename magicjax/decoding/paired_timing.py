@@ -1,26 +1,26 @@
 """Interleaved timing of several decode programs on one target cache.
 
-In every repeat each variant runs a few rounds of the compiled loop from the same state, so a busy
-moment of the machine affects all variants of a repeat. Compare ratios within repeats.
+In every repeat each decoder runs a few rounds of the compiled loop from the same state, so a busy
+moment of the machine affects all of a repeat. Compare ratios within repeats.
 """
 
 import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
-from magicjax.decoding import memory, program_cache, runner
+from magicjax.decoding import memory, program_cache
+from magicjax.decoding.decoder import Clock, Decoder
 from magicjax.decoding.loop import DecodeState, Prefilled
+from magicjax.decoding.output import Output, output_of, run_to_end, texts_of
 from magicjax.decoding.request import Request
-from magicjax.decoding.runner import Output
 from magicjax.drafters import Drafter
 from magicjax.kv_cache.full_cache import KVCache
-from magicjax.settings import Settings
 from sharding import global_arrays
 
 ROUNDS = 16  # most rounds of a timed call
@@ -53,8 +53,10 @@ class PrefilledPrompts:
         for drafter in drafters:
             stats_spec |= dataclasses.replace(drafter.stats_spec(), rounds=False)
         settings = dataclasses.replace(settings, stats_spec=stats_spec)
-        results, seconds = runner.prefill(request, settings)
-        return cls(*results, global_arrays.fetch(request.rows.lengths), seconds)
+        decoder = Decoder(request)
+        results = decoder.prefill(settings=settings)
+        lengths = global_arrays.fetch(request.rows.lengths)
+        return cls(*results, lengths, decoder.clock.prefill_s)
 
     def generate(self, request: Request) -> tuple[Output, "PrefilledPrompts"]:
         """Returns (the request's output, the prompts for the next run).
@@ -62,22 +64,17 @@ class PrefilledPrompts:
         Its time of prefill is that of `create`, plus the request's `init`.
         """
         compiled = program_cache.totals()
-        state, init_s = self._init(request)
-        state, decode_s = runner.run(request, request.settings, state)
-        prefill_s = self.seconds + init_s
-        output = runner.output_of(request, state, compiled, prefill_s=prefill_s, decode_s=decode_s)
-        return output, self.reset(state)
+        decoder, texts = Decoder(request, clock=Clock(prefill_s=self.seconds)), texts_of(request)
+        state = run_to_end(decoder, self.start(decoder), texts)
+        return output_of(decoder, state, texts, compiled), self.reset(state)
 
-    def start(self, request: Request) -> DecodeState:
-        """Returns the request's state after prefill."""
-        return self._init(request)[0]
-
-    def _init(self, request: Request) -> tuple[DecodeState, float]:
+    def start(self, decoder: Decoder) -> DecodeState:
+        """Returns the state after prefill of the decoder's request."""
         prefilled = self.prefilled
-        if request.drafter is None:  # the program of plain decoding has no attention statistics
+        if decoder.request.drafter is None:  # without attention statistics
             stats = dataclasses.replace(prefilled.stats, queries=None, total=None)
             prefilled = dataclasses.replace(prefilled, stats=stats)
-        return runner.init_state(request, self.cache, prefilled)
+        return decoder.init(self.cache, prefilled)
 
     def reset(self, state: DecodeState) -> "PrefilledPrompts":
         """Returns the prompts with the cache of a run's last state, cut back to the prompts."""
@@ -86,87 +83,63 @@ class PrefilledPrompts:
         return dataclasses.replace(self, cache=dataclasses.replace(state.cache, lengths=lengths))
 
 
-class Variant(NamedTuple):
-    """A program to time: a request and the settings of its loop.
-
-    Variants with the same drafter object share one drafter state: its address affects times.
-
-    Attributes:
-      request: with the models.
-      settings: of the loop.
-      program: the loop's name, "decode" or "decode_until_row_ends".
-      without_drafter: whether the loop runs without the drafter, whose state stays as it is.
-    """
-
-    request: Request
-    settings: Settings
-    program: str = "decode"
-    without_drafter: bool = False
-
-    def compiled(self, state: DecodeState) -> jax.stages.Compiled:
-        """Returns the loop for a state, or for its shapes."""
-        return runner.compile_loop(self.running, self.settings, state, self.program)
-
-    @property
-    def running(self) -> Request:
-        """The request that the loop runs."""
-        if not self.without_drafter:
-            return self.request
-        return dataclasses.replace(self.request, drafter=None)
-
-
-def time_variants(
-    prefilled: PrefilledPrompts, variants: Sequence[Variant], repeats: int, min_seconds: float = 0.0
+def time_decoders(
+    prefilled: PrefilledPrompts, decoders: Sequence[Decoder], repeats: int, min_seconds: float = 0.0
 ) -> tuple[list[list[float]], PrefilledPrompts]:
     """Returns (`time_interleaved` after prefill, the prompts for the next run).
 
-    The requests of all variants have the same tree.
+    The requests of all decoders have the same tree.
     """
     drafters: dict[int, Any] = {}
     state = None
-    for variant in variants:
-        key = id(variant.request.drafter)
+    for decoder in decoders:
+        key = id(decoder.request.drafter)
         if state is None or key not in drafters:
             prefilled = prefilled if state is None else prefilled.reset(state)
-            state = prefilled.start(variant.request)
+            state = prefilled.start(decoder)
             drafters[key] = state.drafter
         state = dataclasses.replace(state, drafter=drafters[key])
-        variant.compiled(state)
-    assert state is not None, "no variant to time"
-    times, state = time_interleaved(variants, state, drafters, repeats, min_seconds)
+        decoder.loop(state)
+    assert state is not None, "nothing to time"
+    times, state = time_interleaved(decoders, state, drafters, repeats, min_seconds)
     return times, prefilled.reset(state)
 
 
 def time_interleaved(
-    variants: Sequence[Variant],
+    decoders: Sequence[Decoder],
     state: DecodeState,
     drafters: Mapping[int, Any],
     repeats: int,
     min_seconds: float = 0.0,
+    until: Literal["all", "any"] = "all",
 ) -> tuple[list[list[float]], DecodeState]:
-    """Returns (seconds per round of each variant in each repeat, the state after the last call).
+    """Returns (seconds per round of each decoder in each repeat, the state after the last call).
+
+    Decoders with the same drafter object share one drafter state: its address affects times.
 
     Args:
-      variants: each is called once per repeat, in random order.
-      state: as deep as the deepest variant; donated.
+      decoders: each is called once per repeat, in random order.
+      state: as deep as the deepest tree; donated.
       drafters: the drafter states by `id` of the drafter; donated.
       repeats: at least this many, after one that is not counted.
       min_seconds: repeats continue until the calls have taken this long.
+      until: as for `Decoder.decode`.
     """
     state, drafters = dataclasses.replace(state, drafter=None), dict(drafters)
     counters = _counters(state)
     drafter_counters = {key: _counters(drafter) for key, drafter in drafters.items()}
-    rounds = [2] * len(variants)
-    times: list[list[float]] = [[] for _ in variants]
+    rounds = [2] * len(decoders)
+    times: list[list[float]] = [[] for _ in decoders]
     rng, repeat, spent = np.random.default_rng(0), 0, 0.0
     while repeat <= repeats or spent < min_seconds:
-        for i in rng.permutation(len(variants)):
-            key = id(variants[i].request.drafter)
+        for i in rng.permutation(len(decoders)):
+            key = id(decoders[i].request.drafter)
             drafter = _restored(drafters[key], drafter_counters[key])
             state = dataclasses.replace(_restored(state, counters), drafter=drafter)
-            state, seconds = _call(variants[i], runner.with_rounds(state, rounds[i]))
-            spent += seconds
-            seconds /= int(state.rounds)  # all rows may end before the others
+            jax.block_until_ready(state)
+            state = decoders[i].decode(state, rounds[i], until=until)
+            spent += decoders[i].clock.newest_s
+            seconds = decoders[i].clock.newest_s / int(state.rounds)  # rows may end before
             drafters[key], state = state.drafter, dataclasses.replace(state, drafter=None)
             if repeat:
                 times[i].append(seconds)
@@ -177,15 +150,8 @@ def time_interleaved(
 
 
 def median_ratio(times: Sequence[float], baseline: Sequence[float]) -> float:
-    """Returns the median over repeats of one variant's seconds divided by another's."""
+    """Returns the median over repeats of one decoder's seconds divided by another's."""
     return statistics.median(np.divide(times, baseline))
-
-
-def _call(variant: Variant, state: DecodeState) -> tuple[DecodeState, float]:
-    arguments = variant.running.loop_arguments(state)
-    loop = variant.compiled(state)
-    jax.block_until_ready(arguments)
-    return runner.timed(loop, *arguments)
 
 
 def _counters(tree: Any) -> list[np.ndarray | None]:

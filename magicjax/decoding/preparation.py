@@ -115,6 +115,7 @@ def validate(
         prompts=rows,
         params=of_rows,
         rows=rows_of(target, rows, of_rows, limits, eos, width, _first_masks(target, of_rows, eos)),
+        eos=tuple(eos),
         pad_token_id=validation.checked_pad(target, options.pad_token_id, eos),
     )
 

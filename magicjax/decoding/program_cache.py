@@ -23,7 +23,6 @@ _PROGRAMS: dict[str, tuple[Callable, dict]] = {
     "prompt_logprobs": (loop.prompt_logprobs, {}),
     "init": (loop.init_state, {"donate_argnums": (2, 5)}),
     "decode": (loop.decode, {"donate_argnums": 2}),
-    "step": (loop.step, {"donate_argnums": 2}),
     "decode_until_row_ends": (slots.decode_until_row_ends, {"donate_argnums": 2}),
     "insert": (slots.insert, {"donate_argnums": 2}),
     "extract": (slots.extract, {}),
@@ -47,7 +46,7 @@ def program(name: str, settings: AnySettings, *arguments: Any) -> jax.stages.Com
     Args:
       name: a function of `magicjax.decoding.loop`, `slots` or `grammar_rounds`: see `_PROGRAMS`.
         prefill and init donate their cache, prefill also inputs of layers, init the drafter's
-        previous state, and decode, step, insert and verify the state of all rows: none may be used
+        previous state, and decode, insert and verify the state of all rows: none may be used
         afterwards.
       settings: static.
       arguments: arrays or their shapes.
@@ -126,7 +125,7 @@ def jitted(name: str, settings: AnySettings, arguments: tuple) -> Any:
 
 def result_shapes(name: str, settings: AnySettings, arguments: tuple) -> Any:
     """Returns the shapes of a program's results, with shardings for a mesh; runs nothing."""
-    if name in ("decode", "decode_until_row_ends", "step", "insert", "verify"):
+    if name in ("decode", "decode_until_row_ends", "insert", "verify"):
         return arguments[2]  # the state, whose shapes a round preserves
     run = functools.partial(_PROGRAMS[name][0], settings)
     if settings.mesh is None:

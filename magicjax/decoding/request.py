@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from magicjax.decoding.loop import DecodeState
 from magicjax.decoding.rows import Rows
 from magicjax.drafters import Drafter
 from magicjax.model import Model
@@ -47,6 +46,7 @@ class Request:
       prompts: token ids of each row.
       params: of each row.
       rows: what the programs need of each row; placed on the devices by `place`.
+      eos: tokens that end a text of the target.
       pad_token_id: pads rows that ended.
     """
 
@@ -56,6 +56,7 @@ class Request:
     prompts: list[np.ndarray]
     params: tuple[SamplingParams, ...]
     rows: Rows
+    eos: tuple[int, ...]
     pad_token_id: int
 
     @property
@@ -71,10 +72,6 @@ class Request:
             replicated_rows=self.settings.replicated_rows,
             logprobs=self.settings.logprobs,
         )
-
-    def loop_arguments(self, state: DecodeState) -> tuple:
-        """Returns the arguments of the programs `decode`, `decode_until_row_ends` and `step`."""
-        return self.target, self.drafter, state
 
     @property
     def kv_bytes(self) -> tuple[int, int]:

@@ -6,6 +6,7 @@ copies that row into a free slot; the loop decodes all slots. A row's tokens dep
 prompt and parameters only.
 """
 
+import collections
 import dataclasses
 import itertools
 import logging
@@ -14,14 +15,15 @@ from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
-from jax.stages import Compiled
 from jaxtyping import Int
 
 from magicjax.checks import check_whole
-from magicjax.decoding import program_cache, runner
+from magicjax.decoding import program_cache
 from magicjax.decoding.controller import PROBE_ROUNDS, Arm, Controller, Probes
-from magicjax.decoding.loop import DecodeState, Prefilled
-from magicjax.decoding.text_stream import TextStream
+from magicjax.decoding.decoder import Clock, Decoder
+from magicjax.decoding.loop import Prefilled
+from magicjax.decoding.request import Request
+from magicjax.decoding.text import Text
 from magicjax.decoding.validation import check_params
 from magicjax.drafters import Drafter
 from magicjax.engine import speculation, submission
@@ -118,13 +120,12 @@ class Engine:
             fill_first=config.max_stall_ms is None,
             min_shared=self._prefixes.min_shared if self._prefixes.max_entries else None,
         )
-        assert isinstance(config.eos_token_id, tuple)  # set by `make_templates`
-        self._eos = {*config.eos_token_id}
+        self._clock = Clock()
         self._loops = speculation.loops(slots, config.adaptive)
         self._batch_sizes = speculation.batch_sizes(slots, config.slots)
         # One row or all: each size takes three programs for each arm.
         self._grammar_batch_sizes = tuple({self._batch_sizes[0]: 0, self._batch_sizes[-1]: 0})
-        self._compiled: dict[tuple[Arm, int], Compiled] = {}  # the loops that have run
+        self._programs = collections.defaultdict[tuple[Arm, int], dict](dict)  # of the loops
         can_be_disabled = (
             config.adaptive and slots.drafter is not None and slots.drafter.can_be_disabled
         )
@@ -133,7 +134,6 @@ class Engine:
         )
         self._counters = Counters(self._loops)
         self._state = empty_state(self._templates)
-        self._max_rounds = config.rounds_per_step  # of the state
         stall_ms = config.max_stall_ms
         self._stall = StallBudget(None if stall_ms is None else stall_ms / 1e3)
         self._ended = np.ones(config.slots, bool)  # in the state, or by the host
@@ -169,9 +169,9 @@ class Engine:
         """
         self._scheduler.check_room(1)
         request = submission.validated(self._templates, prompt, params, priority, deadline_s)
-        tokenizer = self._templates.row.target.tokenizer
-        after = request.prompt.tolist(), params.end_tokens(tuple(self._eos)), params.grammar
-        text = None if tokenizer is None else TextStream(tokenizer, params.stop, *after)
+        row = self._templates.row
+        own = request.prompt, params, request.max_tokens, row.eos, request.matcher
+        text = Text(row.target.tokenizer, *own)
         handle = Handle(self, request, text)
         self._scheduler.add(handle)
         return handle
@@ -217,14 +217,14 @@ class Engine:
         if len(self._loops) > 1 and self._controller.times is None:
             self._time_rounds()
         counters, begun, compiled_s = self._counters, time.monotonic(), program_cache.totals()[1]
-        device_s = counters.device_s
+        device_s = self._device_s
         for handle in self._scheduler.expired(begun):
             self._end(handle, "deadline")
         if self._scheduler.begin_step():
             self._decode()
         self._prefill()
         counters.steps += 1
-        device_s = counters.device_s - device_s
+        device_s = self._device_s - device_s
         compile_s = program_cache.totals()[1] - compiled_s
         counters.host_s += time.monotonic() - begun - device_s - compile_s
 
@@ -259,17 +259,19 @@ class Engine:
                 np.zeros(longest, np.int32), SamplingParams(max_tokens=1, speculative=False)
             )
             self.run()
-        for settings, rows in itertools.product(self._loops.values(), self._batch_sizes):
-            speculation.variant(self._templates.slots, settings, rows).compiled(self._state)
+        for arm, rows in itertools.product(self._loops, self._batch_sizes):
+            self._decoder(arm, rows).loop(self._state, "any")
         if self.config.grammars:
-            if target.tokenizer is not None and self._eos:
-                eos = self.config.eos_token_id
-                Matcher(target, Grammar.json_object(), eos)  # type: ignore[arg-type]
+            matchers: list[Matcher | None] = []
+            if target.tokenizer is not None and self._templates.row.eos:
+                json = Matcher(target, Grammar.json_object(), self._templates.row.eos)
+                matchers = [json, *[None] * (self.config.slots - 1)]  # no row is live
             for arm, rows in itertools.product(self._loops, self._grammar_batch_sizes):
-                self._state, *_ = self._run_grammar_rounds(arm, 1, rows)  # no row is live
+                decoder = self._decoder(arm, rows)
+                self._state = decoder.decode(self._state, 1, matchers=matchers)
         self._prefixes.clear()
         self.forget_texts()
-        self._counters = Counters(self._loops)
+        self._counters, self._clock = Counters(self._loops), Clock()
         self._controller = dataclasses.replace(
             self._controller, probes=Probes(), can_be_disabled=can_be_disabled
         )
@@ -287,7 +289,8 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counts and times so far."""
         kv_bytes, probes = self._templates.kv_bytes, self._controller.probes
-        return self._counters.stats(self._scheduler, self._prefixes, kv_bytes, probes)
+        stores = self._scheduler, self._prefixes
+        return self._counters.stats(*stores, self._clock, kv_bytes, probes)
 
     @property
     def unfinished(self) -> list[Handle]:
@@ -315,16 +318,19 @@ class Engine:
             self._state = dataclasses.replace(self._state, ended=ended)
             self._ended_by_host = False
         running, slots = self._scheduler.running, self._templates.slots
-        live = {slot: _lengths(one) for slot, one in running.items()}
+        live = {slot: one.text.lengths for slot, one in running.items()}
         self._controller = controller = self._controller.chosen(live)
         waits = bool(self._scheduler.prefilling or self._scheduler.waiting)
         rounds = self._stall.rounds(self.config.rounds_per_step, waits)
         rounds = min(rounds, PROBE_ROUNDS) if controller.is_probe else rounds
-        if any(handle.request.matcher for handle in running.values()):
-            s, seconds, rounds = self._run_grammar_rounds(controller.arm, rounds, max(live) + 1)
-        else:
-            s, seconds = self._run_loop(controller.arm, rounds, max(live, default=0) + 1)
-            rounds = global_arrays.fetch(s.rounds)
+        matchers: list[Matcher | None] = [None] * self.config.slots
+        for slot, handle in running.items():
+            matchers[slot] = handle.request.matcher
+        sizes = self._grammar_batch_sizes if any(matchers) else self._batch_sizes
+        rows = next(n for n in sizes if n > max(live, default=0))
+        decoder = self._decoder(controller.arm, rows)
+        s = decoder.decode(self._state, rounds, until="any", matchers=matchers)
+        seconds, rounds = self._clock.newest_s, int(global_arrays.fetch(s.rounds))
         simulated = {}
         if len(self._loops) > 1 and slots.drafter is not None:
             simulated = speculation.simulated(slots.drafter, s.drafter)
@@ -332,14 +338,13 @@ class Engine:
             (s.emitted, s.output, s.ended, s.histogram, s.nodes, simulated)
         )
         self._state = s
-        self._stall.count_rounds(int(rounds), seconds)
+        self._stall.count_rounds(rounds, seconds)
         chunk = self._templates.prefill_rule.chunk
-        self._scheduler.limit_prefill(self._stall.prompt_tokens(int(rounds), chunk))
+        self._scheduler.limit_prefill(self._stall.prompt_tokens(rounds, chunk))
         asked = any(handle.request.params.logprobs is not None for handle in running.values())
         logprobs = global_arrays.fetch(s.logprobs) if asked else None
-        self._counters.rounds_by_arm[controller.arm] += int(rounds)
-        self._counters.loop_s += seconds
-        self._controller = controller.counted(histogram, int(rounds), seconds, simulated)
+        self._counters.rounds_by_arm[controller.arm] += rounds
+        self._controller = controller.counted(histogram, rounds, seconds, simulated)
         self._ended = ended.copy()
         for slot, handle in list(running.items()):
             handle.histogram = tuple(histogram[slot].tolist())
@@ -347,31 +352,18 @@ class Engine:
             tokens = output[slot, : emitted[slot]]
             self._deliver(handle, tokens, logprobs and logprobs[slot], ended[slot])
 
-    def _run_loop(self, arm: Arm, rounds: int, rows: int) -> tuple[DecodeState, float]:
-        """Returns the state after a row has ended, or after `rounds`, and the seconds.
+    def _decoder(self, arm: Arm, rows: int) -> Decoder:
+        """Returns the decoder of an arm for the first slots, one of `_batch_sizes`."""
+        own = self._clock, self._programs[arm, rows]
+        return speculation.decoder(self._templates.slots, self._loops[arm], rows, *own)
 
-        `rows` are the first slots, with all live ones.
-        """
-        state = self._state
-        if rounds != self._max_rounds:
-            state, self._max_rounds = runner.with_rounds(state, rounds), rounds
-        rows = next(n for n in self._batch_sizes if n >= rows)
-        variant = speculation.variant(self._templates.slots, self._loops[arm], rows)
-        if (loop := self._compiled.get((arm, rows))) is None:
-            loop = self._compiled[arm, rows] = variant.compiled(state)
-        return runner.run_until_row_ends(variant.running, loop, state)
+    def _row(self, request: Request) -> Decoder:
+        """Returns the decoder of a request of one row."""
+        return Decoder(request, clock=self._clock)
 
-    def _run_grammar_rounds(
-        self, arm: Arm, rounds: int, rows: int
-    ) -> tuple[DecodeState, float, int]:
-        """Returns the same, and the rounds."""
-        matchers: list[Matcher | None] = [None] * self.config.slots
-        for slot, handle in self._scheduler.running.items():
-            matchers[slot] = handle.request.matcher
-        rows = next(n for n in self._grammar_batch_sizes if n >= rows)
-        variant = speculation.variant(self._templates.slots, self._loops[arm], rows)
-        begun = variant.running, variant.settings, self._state
-        return runner.run_grammar_rounds(*begun, rounds, matchers)
+    @property
+    def _device_s(self) -> float:
+        return self._clock.prefill_s + self._clock.decode_s
 
     def _prefill(self) -> None:
         """Prefills and inserts requests that wait while slots are free."""
@@ -380,10 +372,9 @@ class Engine:
             if (work := self._scheduler.next_piece()) is None:
                 return
             handle, piece = work
-            prefilled, seconds = self._rows[handle].advance(piece)
-            self._counters.prefill_s += seconds
+            prefilled = self._rows[handle].advance(piece)
             if piece.chunk == self._templates.prefill_rule.chunk:
-                self._stall.count_tokens(piece.tokens, seconds)
+                self._stall.count_tokens(piece.tokens, self._clock.newest_s)
             handle.prefilled_tokens += piece.end - piece.first
             if piece.end == len(handle.request.prompt):
                 self._insert(handle, prefilled)
@@ -402,7 +393,7 @@ class Engine:
             # The last token's hidden state gives the first new token.
             handle.reused_tokens = min(common, len(prompt) - 1)
             inputs = empty_layer_inputs(self._templates)
-            self._rows[handle] = PrefillRow(request, *row, handle.reused_tokens, inputs)
+            self._rows[handle] = PrefillRow(self._row(request), *row, handle.reused_tokens, inputs)
             self._scheduler.start(handle, handle.reused_tokens)
 
     def _insert(self, handle: Handle, prefilled: Prefilled) -> None:
@@ -410,16 +401,15 @@ class Engine:
         prefilling = self._rows.pop(handle)
         if handle.request.params.prompt_logprobs is not None:
             cache, _ = empty_row(self._templates)
-            (handle.prompt_logprobs,) = runner.prompt_logprobs(prefilling.request, cache)
+            (handle.prompt_logprobs,) = prefilling.decoder.prompt_logprobs(cache)
         disabled = not handle.request.params.speculative or self._would_disable(handle)
         slot = self._scheduler.insert(handle)
         drafter = self._templates.row.drafter
         without_drafter = disabled and drafter is not None and drafter.can_be_disabled
-        row, finish_s = prefilling.finish(prefilled, without_drafter)
+        row = prefilling.finish(prefilled, without_drafter)
         if without_drafter:
             row = dataclasses.replace(row, drafter=empty_drafter(self._templates))
-        self._state, insert_s = runner.insert(self._templates.slots, self._state, row, slot)
-        self._counters.prefill_s += finish_s + insert_s
+        self._state = self._row(self._templates.slots).insert(self._state, row, slot)
         self._controller = self._controller.joined(slot, disabled)
         self._store(Prefix(handle.request.prompt, row.cache, row.drafter))
         ended, first, logprobs = global_arrays.fetch((row.ended, row.pending, row.logprobs))
@@ -430,29 +420,23 @@ class Engine:
     def _would_disable(self, handle: Handle) -> bool:
         """Returns whether to disable speculation for a request, given the others until it ends."""
         running, prefilling = self._scheduler.running, self._scheduler.prefilling
-        live = {slot: _lengths(one) for slot, one in running.items()}
+        live = {slot: one.text.lengths for slot, one in running.items()}
         others = (one for one, _ in prefilling if one is not handle)
         coming = itertools.chain([handle], others, self._scheduler.waiting)
         free = (slot for slot in range(self.config.slots) if slot not in running)
-        joining = dict(zip(free, map(_lengths, coming), strict=False))
+        joining = dict(zip(free, (one.text.lengths for one in coming), strict=False))
         return self._controller.would_disable(live, joining)
 
     def _deliver(
         self, handle: Handle, tokens: Int[np.ndarray, "T"], logprobs: LogProbs | None, ended: bool
     ) -> None:
         """Hands out the new ones of a row's tokens, and ends its request with the row."""
-        new = slice(handle.emitted, len(tokens))
-        handle.emitted = len(tokens)
-        stopped = handle.deliver(tokens[new], logprobs and logprobs[new], time.monotonic())
-        matcher = handle.request.matcher
-        if matcher is not None and (error := matcher.error):  # its masks allow EOS alone
-            logger.warning("a request ends: its grammar cannot be followed: %s", error)
-            self._end(handle, "error")
-        elif stopped or ended:
-            last, params = tokens[-1] if len(tokens) else None, handle.request.params
-            stopped |= last in params.stop_token_ids
-            is_eos = last in self._eos and not params.ignore_eos
-            self._end(handle, "stop" if stopped else "eos" if is_eos else "length")
+        handle.deliver(tokens, logprobs, ended, time.monotonic())
+        if reason := handle.text.finish_reason:
+            if reason == "error":
+                error = handle.text.matcher and handle.text.matcher.error
+                logger.warning("a request ends: its grammar cannot be followed: %s", error)
+            self._end(handle, reason)
 
     def _end(self, handle: Handle, reason: str) -> None:
         """Ends a request, wherever it is; stores the text of a row, for the next turn of a chat.
@@ -465,9 +449,8 @@ class Engine:
             self._ended_by_host |= not self._ended[slot]
             self._ended[slot] = True
             if self._prefixes.max_entries:
-                cached, seconds = runner.extract(self._templates.row, self._state, slot)
+                cached = self._row(self._templates.row).extract(self._state, slot)
                 self._store(Prefix(text[:-1], *cached))  # the last token is pending
-                self._counters.prefill_s += seconds
         elif (row := self._rows.pop(handle, None)) is not None:
             self._spare((row.cache, row.drafter_state))
         drafter = self._templates.row.drafter
@@ -484,9 +467,3 @@ class Engine:
         """Keeps buffers for later prompts, as many as can be prefilled at once."""
         if len(self._spare_rows) + len(self._rows) < self.config.prefill_rows:
             self._spare_rows.append(row)
-
-
-def _lengths(handle: Handle) -> tuple[int, int]:
-    """Returns the tokens of a row so far, and the new ones that may follow."""
-    new, request = handle.emitted, handle.request
-    return len(request.prompt) + new, request.max_tokens - new

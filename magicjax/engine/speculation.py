@@ -16,8 +16,8 @@ import numpy as np
 
 from magicjax.decoding import paired_timing
 from magicjax.decoding.controller import PLAIN, Arm, RoundTimes
+from magicjax.decoding.decoder import Clock, Decoder
 from magicjax.decoding.loop import DecodeState
-from magicjax.decoding.paired_timing import Variant
 from magicjax.decoding.request import Request
 from magicjax.drafters import Cascade, Drafter, Ensemble
 from magicjax.drafters.base import with_length
@@ -132,19 +132,22 @@ def batch_sizes(request: Request, slots: int) -> tuple[int, ...]:
     return (*itertools.takewhile(lambda n: n < slots, (4**n for n in itertools.count())), slots)
 
 
-def variant(request: Request, settings: Settings, rows: int) -> Variant:
-    """Returns the loop of an arm for the first rows.
+def decoder(
+    request: Request, settings: Settings, rows: int, clock: Clock, programs: dict
+) -> Decoder:
+    """Returns the decoder of an arm for the first rows.
 
     Args:
       request: of all slots.
       settings: of the arm.
       rows: one of `batch_sizes`.
+      clock, programs: of the decoder.
     """
     drafter, is_plain = request.drafter, settings.shape.num_nodes == 1
     without_drafter = is_plain and drafter is not None and drafter.can_be_disabled
     some = None if rows == len(request.prompts) else rows
     settings = dataclasses.replace(settings, rows=some)
-    return Variant(request, settings, "decode_until_row_ends", without_drafter)
+    return Decoder(request, settings, without_drafter, clock, programs)
 
 
 def time_rounds(
@@ -164,10 +167,12 @@ def time_rounds(
     live = sorted({1, *sizes})
     for rows, length in itertools.product(live, lengths):
         size = next(n for n in sizes if n >= rows)
-        variants = [variant(request, one, size) for one in settings.values()]
+        decoders = [decoder(request, one, size, Clock(), {}) for one in settings.values()]
         state = _live(templates, state, length, rows)
         drafters = {id(request.drafter): state.drafter}
-        times, state = paired_timing.time_interleaved(variants, state, drafters, REPEATS)
+        times, state = paired_timing.time_interleaved(
+            decoders, state, drafters, REPEATS, until="any"
+        )
         seconds.append([statistics.median(each) for each in times])
         del state, drafters  # before others are allocated
         state = empty_state(templates)

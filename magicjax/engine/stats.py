@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from magicjax.decoding.controller import Arm, Probes
-from magicjax.engine.handle import FINISH_REASONS, Result
+from magicjax.decoding.decoder import Clock
+from magicjax.decoding.text import FINISH_REASONS, Result
 from magicjax.engine.prefix_store import PrefixStore
 from magicjax.engine.scheduler import Scheduler
 
@@ -81,7 +82,7 @@ class Counters:
         """Starts at 0; `arms` are those of the loop."""
         self.finished = dict.fromkeys(FINISH_REASONS, 0)
         self.steps = self.new_tokens = 0
-        self.loop_s = self.prefill_s = self.host_s = 0.0
+        self.host_s = 0.0
         self.rounds_by_arm = dict.fromkeys(arms, 0)
         self._newest = {
             name: collections.deque[float](maxlen=WINDOW)
@@ -89,11 +90,6 @@ class Counters:
         }
         self._percentiles: dict[str, Percentiles | None] = dict.fromkeys(self._newest)
         self._changed = False  # since the percentiles were computed
-
-    @property
-    def device_s(self) -> float:
-        """The seconds of all programs."""
-        return self.loop_s + self.prefill_s
 
     def count(self, result: Result) -> None:
         """Counts a finished request."""
@@ -111,10 +107,15 @@ class Counters:
         self._changed = True
 
     def stats(
-        self, scheduler: Scheduler, store: PrefixStore, kv_bytes: int, probes: Probes
+        self,
+        scheduler: Scheduler,
+        store: PrefixStore,
+        clock: Clock,
+        kv_bytes: int,
+        probes: Probes,
     ) -> EngineStats:
         """Returns the statistics so far."""
-        seconds = self.device_s + self.host_s
+        seconds = clock.prefill_s + clock.decode_s + self.host_s
         if self._changed:  # a server reads the statistics after every step
             self._percentiles = {name: _percentiles(each) for name, each in self._newest.items()}
             self._changed = False
@@ -124,8 +125,8 @@ class Counters:
             running=len(scheduler.running),
             new_tokens=self.new_tokens,
             steps=self.steps,
-            loop_s=self.loop_s,
-            prefill_s=self.prefill_s,
+            loop_s=clock.decode_s,
+            prefill_s=clock.prefill_s,
             host_s=self.host_s,
             tokens_per_s=self.new_tokens / seconds if seconds else 0.0,
             prefix_lookups=store.lookups,

@@ -11,7 +11,8 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Int
 
 from magicjax import placement
-from magicjax.decoding import memory, runner
+from magicjax.decoding import memory
+from magicjax.decoding.decoder import Decoder, with_rounds
 from magicjax.decoding.loop import DecodeState
 from magicjax.decoding.preparation import (
     capacity_of,
@@ -113,7 +114,6 @@ def validated(
         mesh=mesh,
     )
     row = validate(target, [longest] * groups, params, options)
-    eos = tuple(token for token in row.rows.eos[0].tolist() if token >= 0)
     bounded = config.max_stall_ms is not None
     chunk = min(BOUNDED_CHUNK if bounded else CHUNK, config.prefill_chunk)
     capacity = capacity_of(config.capacity, row.settings.shape.depth, chunk)
@@ -124,12 +124,12 @@ def validated(
         ),
         prompts=[longest],
         params=row.params[:1],
-        rows=_rows(target, config, eos, longest[:0], SamplingParams(), capacity),
+        rows=_rows(target, config, row.eos, longest[:0], SamplingParams(), capacity),
     )
     config.check_drafter(row.drafter, row.settings.verifier)
     memory_check.check_prefixes(row, config)
     verifier = row.settings.verifier
-    return dataclasses.replace(config, eos_token_id=eos, verifier=verifier), row
+    return dataclasses.replace(config, eos_token_id=row.eos, verifier=verifier), row
 
 
 def make_templates(
@@ -164,7 +164,7 @@ def make_templates(
         params=row.params * config.slots,
         rows=jax.tree.map(repeated, row.rows),
     )
-    shapes = runner.state_shapes(row)
+    shapes = Decoder(row).state_shapes()
     templates = Templates(config, row, all_rows, (shapes.cache, shapes.drafter))
     _check_insertable(templates)
     return templates
@@ -199,7 +199,7 @@ def _check_insertable(templates: Templates) -> None:
         return
     state, row = (
         jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), x)
-        for x in (runner.state_shapes(templates.slots).drafter, templates.row_shapes[1])
+        for x in (Decoder(templates.slots).state_shapes().drafter, templates.row_shapes[1])
     )
     inserted = jax.eval_shape(drafter.insert, state, row, jax.ShapeDtypeStruct((), jnp.int32))
     if jax.tree.map(lambda x: x.shape, inserted) != jax.tree.map(lambda x: x.shape, state):
@@ -266,11 +266,11 @@ def empty_state(templates: Templates) -> DecodeState:
     """Returns the state of slots that are all free; allocates the caches."""
     slots = templates.slots
     placed: Any = dict(rows=None, ended=None)
-    shapes = dataclasses.replace(runner.state_shapes(slots), **placed)
+    shapes = dataclasses.replace(Decoder(slots).state_shapes(), **placed)
     ended = global_arrays.put(np.ones(templates.config.slots, bool), slots.rows.limits.sharding)
     rows = jax.tree.map(jnp.copy, slots.rows.without_prompts())  # programs donate the state
     state = dataclasses.replace(_zeros(shapes), rows=rows, ended=ended)
-    return runner.with_rounds(state, templates.config.rounds_per_step)
+    return with_rounds(state, templates.config.rounds_per_step)
 
 
 def empty_row(templates: Templates) -> tuple[KVCache, Any]:

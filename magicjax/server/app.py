@@ -22,8 +22,8 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from magicjax.decoding.text import NewTokens, Result
 from magicjax.decoding.text_stream import TokenTexts, token_texts
-from magicjax.engine.handle import NewTokens, Result
 from magicjax.server import protocol, responses
 from magicjax.server.bodies import shown
 from magicjax.server.errors import ApiError, server_error

@@ -15,8 +15,9 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 
+from magicjax.decoding.text import NewTokens, Result
 from magicjax.engine.engine import Engine
-from magicjax.engine.handle import Handle, NewTokens, Result
+from magicjax.engine.handle import Handle
 from magicjax.engine.stats import EngineStats
 from magicjax.server.errors import ApiError, refused, server_error
 from magicjax.server.protocol import Generation
@@ -260,7 +261,7 @@ class Worker:
     def _totals(self, jobs: list[Job]) -> tuple[int, int]:
         """Returns the tokens and rounds of the jobs that have ended and of some others."""
         handles = [handle for job in jobs for handle in job.handles]
-        tokens = sum(max(0, handle.emitted - 1) for handle in handles)  # without prefill's
+        tokens = sum(max(0, handle.text.emitted - 1) for handle in handles)  # without prefill's
         return self._tokens + tokens, self._rounds + sum(handle.rounds for handle in handles)
 
     def _publish(self) -> None:

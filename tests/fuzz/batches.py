@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from magicjax.decoding.runner import prefill_and_init, run
+from magicjax.decoding.decoder import Decoder
 from magicjax.verification.sampling import Sampling, row_keys
 from tests.fuzz import checks
 from tests.fuzz.checks import UNIT, WHOLE, Found
@@ -164,7 +164,8 @@ def _check_caches(target, batch: Batch, options: dict[str, Any]) -> None:
     request = keywords.prepare(
         target, batch.prompts, max_tokens=batch.limits, **options, **sampling
     )
-    state = run(request, request.settings, prefill_and_init(request)[0])[0]
+    decoder = Decoder(request)
+    state = decoder.decode(decoder.start())
     state = dataclasses.replace(state, rows=None, rounds=None, max_rounds=None)
     state = jax.tree.map(np.array, state)
     texts = [

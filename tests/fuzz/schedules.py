@@ -17,9 +17,10 @@ import numpy as np
 
 import magicjax
 from magicjax.decoding import program_cache
+from magicjax.decoding.decoder import Decoder
 from magicjax.decoding.request import Request
-from magicjax.decoding.runner import prefill_and_init, run
-from magicjax.engine.handle import Handle, NewTokens
+from magicjax.decoding.text import NewTokens
+from magicjax.engine.handle import Handle
 from magicjax.engine.request import EngineRequest
 from magicjax.engine.templates import row_sampling
 from tests.fuzz import checks
@@ -362,7 +363,8 @@ def _alone(request: Request, prompt, limit: int, sampling) -> np.ndarray:
             sampling=jax.tree.map(jnp.asarray, sampling),
         ),
     )
-    state = run(request, request.settings, prefill_and_init(request)[0])[0]
+    decoder = Decoder(request)
+    state = decoder.decode(decoder.start())
     return np.asarray(state.output)[0, : int(state.emitted[0])]
 
 

@@ -44,8 +44,18 @@ def generate(target: magicjax.Model, prompts: Any, **settings: Any) -> magicjax.
 
 
 def stream(target: magicjax.Model, prompts: Any, **settings: Any) -> Any:
+    """Yields the new tokens of each row."""
     params, options = split(len(prompts), **settings)
-    return magicjax.stream(target, prompts, params, **options)
+    return _tokens(magicjax.stream(target, prompts, params, **options))
+
+
+def _tokens(rounds: Any) -> Any:
+    sent = None
+    try:
+        while True:
+            sent = yield [piece.tokens for piece in rounds.send(sent)]
+    except StopIteration as end:
+        return end.value
 
 
 def prepare(

@@ -11,7 +11,8 @@ import numpy as np
 
 import magicjax
 import models
-from magicjax.decoding import program_cache, runner
+from magicjax.decoding import program_cache
+from magicjax.decoding.decoder import Decoder
 from magicjax.prediction import hlo
 from sharding import collectives, make_mesh, model_axes
 from tests.forget import forget_programs
@@ -259,8 +260,8 @@ def exchanged(case: str, mesh: list[int]) -> dict:
         mesh=make_mesh(*mesh),
         **options,
     )
-    state = runner.state_shapes(request)
-    arguments = request.loop_arguments(state)
+    state = Decoder(request).state_shapes()
+    arguments = (request.target, request.drafter, state)
     program = program_cache.program("decode", request.settings, *arguments)
     text = program.as_text()
     keys = state.cache.k[0]

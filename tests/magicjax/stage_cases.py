@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import magicjax
-from magicjax.decoding import program_cache, runner
+from magicjax.decoding import program_cache
+from magicjax.decoding.decoder import Decoder
 from magicjax.prediction import hlo
 from sharding import STAGE, make_mesh
 from tests.forget import forget_programs
@@ -28,8 +29,8 @@ def exchanged(case: str, mesh: list[int], micro_batches: int, layers: int) -> di
         micro_batches=micro_batches,
         **options,
     )
-    state = runner.state_shapes(request)
-    arguments = request.loop_arguments(state)
+    state = Decoder(request).state_shapes()
+    arguments = (request.target, request.drafter, state)
     program = program_cache.program("decode", request.settings, *arguments)
     text, keys = program.as_text(), state.cache.k[0]
     found = hlo.collectives(text, mesh[0] * mesh[1])

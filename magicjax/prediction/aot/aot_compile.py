@@ -21,10 +21,10 @@ import numpy as np
 
 from magicjax import placement
 from magicjax.decoding import program_cache
+from magicjax.decoding.decoder import Decoder
 from magicjax.decoding.loop import DecodeState
 from magicjax.decoding.preparation import place, validate
 from magicjax.decoding.request import Request, RequestOptions
-from magicjax.decoding.runner import state_shapes
 from magicjax.drafters.spec import make_drafter
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.kv_cache.sparse_cache import DraftCache
@@ -181,7 +181,7 @@ def compile_ahead(program: str, request: Request) -> jax.stages.Compiled:
         arguments = request.target, request.drafter, *prefilled, request.rows
     if program == "decode":
         state = program_cache.result_shapes("init", settings, arguments)
-        arguments = request.loop_arguments(state)
+        arguments = request.target, request.drafter, state
     options = offloading.xla_options("gpu", arguments)
     assert request.settings.mesh is not None  # `abstract_request` sets it
     device = request.settings.mesh.devices.flat[0]
@@ -192,7 +192,7 @@ def compile_ahead(program: str, request: Request) -> jax.stages.Compiled:
 
 def cache_sizes(request: Request) -> dict[str, set[int]]:
     """Returns the number of elements of a layer's keys on one device, by cache."""
-    caches = all_caches(state_shapes(request))
+    caches = all_caches(Decoder(request).state_shapes())
     names = ["target", *(f"draft {i}" for i in range(1, len(caches)))]
     return {
         name: {int(np.prod(x.sharding.shard_shape(x.shape))) for x in jax.tree.leaves(cache.k)}

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 
 from magicjax import placement
+from magicjax.decoding.decoder import Decoder
 from magicjax.decoding.request import Request
-from magicjax.decoding.runner import state_shapes
 from magicjax.drafters import SmallModel
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.kv_cache.pages import PageBounds
@@ -68,7 +68,7 @@ def count(load: Workload) -> Bytes:
       ValueError: as for `abstract_request`.
     """
     request = abstract_request(load, abstract_mesh(*load.mesh_size))
-    state = state_shapes(request)
+    state = Decoder(request).state_shapes()
     drafts = placement.models_of(request.drafter)
     target_kv = part_bytes((state.cache.k, state.cache.v))
     caches = all_caches(state)[1:]

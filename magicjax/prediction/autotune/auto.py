@@ -11,13 +11,23 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from magicjax.decoding import program_cache, runner
+from magicjax.decoding import program_cache
 from magicjax.decoding.controller import PLAIN, Arm, Controller, RoundTimes
+from magicjax.decoding.decoder import Clock, Decoder
 from magicjax.decoding.loop import DecodeState
+from magicjax.decoding.output import (
+    Call,
+    Output,
+    log_request,
+    output_of,
+    run_adaptive,
+    run_to_end,
+    texts_of,
+)
 from magicjax.decoding.preparation import drafter_and_tree, prepare
 from magicjax.decoding.prompts import prompts_of
 from magicjax.decoding.request import Request, RequestOptions
-from magicjax.decoding.runner import Call, Output
+from magicjax.decoding.text import Text
 from magicjax.decoding.validation import params_of_rows
 from magicjax.model import Model
 from magicjax.prediction.autotune.choice import Auto, Choice, for_tree, settings_of
@@ -26,8 +36,6 @@ from magicjax.sampling_params import SamplingParams
 from magicjax.trees.token_tree import ROOT_ONLY, chain
 
 PRIOR_ROUNDS = 16  # weight of a trial's acceptance rates
-
-Started = tuple[DecodeState, float]  # what `runner.prefill_and_init` returns
 
 
 def choose_drafter(
@@ -75,21 +83,12 @@ def generate(
 ) -> Output:
     """Returns the output of `magicjax.generate` with a drafter to choose, or with a choice."""
     compiled, options = program_cache.totals(), with_drafters(target, options)
-    choice, request, started, plan_s = _resolve(target, prompts, params, options, adaptive=True)
-    runner.log_request(request)
-    state, prefill_s = started or runner.prefill_and_init(request)
-    del started  # the loop donates the state
-    state, calls, decode_s = _run_choice(request, choice, state)
-    output = runner.output_of(
-        request,
-        state,
-        compiled,
-        calls,
-        prefill_s=prefill_s,
-        plan_s=plan_s,
-        decode_s=decode_s,
-        depths=tuple(depth for depth, _ in calls),
-    )
+    choice, decoder, state, plan_s = _resolve(target, prompts, params, options, adaptive=True)
+    log_request(decoder.request)
+    texts, state = texts_of(decoder.request), decoder.start() if state is None else state
+    state, calls = _run_choice(decoder, choice, state, texts)
+    depths = tuple(depth for depth, _ in calls)
+    output = output_of(decoder, state, texts, compiled, calls, plan_s=plan_s, depths=depths)
     return dataclasses.replace(output, choice=choice)
 
 
@@ -98,8 +97,8 @@ def prepare_stream(
     prompts: Any,
     params: SamplingParams | Sequence[SamplingParams],
     options: RequestOptions,
-) -> tuple[Request, Choice, Started | None]:
-    """Returns (the request, the choice, the state after the search's prefill and its seconds).
+) -> tuple[Decoder, Choice, DecodeState | None]:
+    """Returns (the decoder, the choice, the state after the search's prefill).
 
     The tree is fixed. The state is None for a reused choice: nothing has run.
 
@@ -111,8 +110,8 @@ def prepare_stream(
     auto = drafter.auto if isinstance(drafter, Choice) else settings_of(drafter)
     if auto.adaptive_depth:
         raise ValueError("adaptive_depth=True: a stream has a fixed tree; omit it, or use generate")
-    choice, request, started, _ = _resolve(target, prompts, params, options, adaptive=False)
-    return request, choice, started
+    choice, decoder, state, _ = _resolve(target, prompts, params, options, adaptive=False)
+    return decoder, choice, state
 
 
 def with_drafters(target: Model, options: RequestOptions) -> RequestOptions:
@@ -138,11 +137,11 @@ def _resolve(
     params: SamplingParams | Sequence[SamplingParams],
     options: RequestOptions,
     adaptive: bool,
-) -> tuple[Choice, Request, Started | None, float]:
-    """Returns (the choice, its request, the state after a search, seconds of planning)."""
+) -> tuple[Choice, Decoder, DecodeState | None, float]:
+    """Returns (the choice, its decoder, the state after a search, seconds of planning)."""
     if isinstance(options.drafter, Choice):
         request = _reused_request(target, prompts, params, options, adaptive)
-        return options.drafter, request, None, 0.0
+        return options.drafter, Decoder(request), None, 0.0
     problem = placed(make_problem(target, prompts, params, options))
     choice, prefilled, plan_s = choose(problem)
     if choice.drafter is None:
@@ -152,7 +151,8 @@ def _resolve(
     if not (adaptive and _is_adaptive(choice, request.rows.sampling is not None)):
         settings = request.settings.with_tree(choice.tree or ROOT_ONLY)
         request = dataclasses.replace(request, settings=settings)
-    return choice, request, (prefilled.start(request), prefilled.seconds), plan_s
+    decoder = Decoder(request, clock=Clock(prefill_s=prefilled.seconds))
+    return choice, decoder, prefilled.start(decoder), plan_s
 
 
 def _reused_request(
@@ -182,13 +182,14 @@ def _is_adaptive(choice: Choice, sampled: bool) -> bool:
 
 
 def _run_choice(
-    request: Request, choice: Choice, state: DecodeState
-) -> tuple[DecodeState, list[Call], float]:
-    """Returns (the state when all rows have ended, calls, seconds) of a run from after prefill."""
+    decoder: Decoder, choice: Choice, state: DecodeState, texts: Sequence[Text]
+) -> tuple[DecodeState, list[Call]]:
+    """Returns (the state when all rows have ended, calls) of a run from after prefill."""
+    request = decoder.request
     if not _is_adaptive(choice, request.rows.sampling is not None):
         depth = request.settings.shape.depth
-        state, seconds = runner.run_to_end(request, state)
-        return state, [(depth, np.asarray(state.histogram))], seconds
+        state = run_to_end(decoder, state, texts)
+        return state, [(depth, np.asarray(state.histogram))]
     assert choice.tree is not None
     trial = next(trial for trial in choice.trials if trial.name == choice.name)
     arms = {depth: Arm(choice.name, depth) if depth else PLAIN for depth in choice.round_seconds}
@@ -201,8 +202,12 @@ def _run_choice(
         times=RoundTimes((1,), {arms[d]: (s,) for d, s in choice.round_seconds.items()}),
         until_last_row_ends=True,
     )
-    settings = {
-        arm: request.settings.with_tree(chain(depth) if depth else ROOT_ONLY)
+    decoders = {
+        arm: dataclasses.replace(
+            decoder,
+            settings=request.settings.with_tree(chain(depth) if depth else ROOT_ONLY),
+            programs={},
+        )
         for depth, arm in arms.items()
     }
-    return runner.run_adaptive(request, settings, controller, state, choice.auto.rounds_per_call)
+    return run_adaptive(decoders, controller, state, texts, choice.auto.rounds_per_call)

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from magicjax.decoding import memory, program_cache
-from magicjax.decoding.paired_timing import PrefilledPrompts, Variant, median_ratio, time_variants
+from magicjax.decoding.decoder import Decoder
+from magicjax.decoding.paired_timing import PrefilledPrompts, median_ratio, time_decoders
 from magicjax.decoding.preparation import place, validate
 from magicjax.decoding.request import Request, RequestOptions
 from magicjax.drafters import Drafter, PromptLookup, SelfSpeculation
@@ -333,11 +334,11 @@ def _time(search: DrafterSearch, predictions: Sequence[planner.Prediction]) -> D
         if (prediction.drafter, prediction.tree) not in search.tokens:
             search, _ = _run_trial(search, prediction.drafter, prediction.tree)
     plain = dataclasses.replace(search.problem.request, drafter=None)
-    variants = [Variant(plain, plain.settings.with_tree(ROOT_ONLY))]
+    decoders = [Decoder(plain, plain.settings.with_tree(ROOT_ONLY))]
     for prediction in predictions:
         request = search.problem.requests[prediction.drafter]
-        variants.append(Variant(request, request.settings.with_tree(prediction.tree)))
-    measured = time_variants(search.prefilled, variants, REPEATS, MIN_SECONDS)
+        decoders.append(Decoder(request, request.settings.with_tree(prediction.tree)))
+    measured = time_decoders(search.prefilled, decoders, REPEATS, MIN_SECONDS)
     (plain_times, *times), prefilled = measured
     timed, plain_s = dict(search.timed), float(np.median(plain_times))
     for prediction, seconds in zip(predictions, times, strict=True):

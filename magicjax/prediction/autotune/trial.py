@@ -10,8 +10,8 @@ import statistics
 import jax
 import numpy as np
 
-from magicjax.decoding import runner
 from magicjax.decoding.controller import row_rates, row_tokens, tried_and_accepted
+from magicjax.decoding.decoder import Decoder
 from magicjax.decoding.loop import DecodeState
 from magicjax.decoding.paired_timing import PrefilledPrompts
 from magicjax.decoding.request import Request
@@ -68,13 +68,14 @@ def run_trial(
     sampling = _fold_in_trial(request.rows.sampling)
     rows = dataclasses.replace(request.rows, sampling=sampling)
     request = dataclasses.replace(request, rows=rows)
-    state = prefilled.start(request)
+    decoder = Decoder(request, settings)
+    state = prefilled.start(decoder)
     times: list[float] = []
     while (before := _rounds(state)) < rounds:
-        state, seconds = runner.run(request, settings, state, min(ROUNDS, rounds - before))
+        state = decoder.decode(state, min(ROUNDS, rounds - before))
         if _rounds(state) == before:  # all rows have ended
             break
-        times.append(seconds / (_rounds(state) - before))
+        times.append(decoder.clock.newest_s / (_rounds(state) - before))
     trial = _measured(name, tree, state, statistics.median(times[1:] or times or [0.0]))
     return trial, prefilled.reset(state)
 

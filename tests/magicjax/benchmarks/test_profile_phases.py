@@ -10,6 +10,7 @@ from jax.profiler import ProfileData
 import magicjax
 from magicjax.benchmarks import profile_phases
 from magicjax.benchmarks.profile_phases import PHASES, Event
+from magicjax.decoding.decoder import Decoder
 from magicjax.decoding.request import RequestOptions
 from tests.magicjax import tiny
 
@@ -152,15 +153,16 @@ def test_a_speculative_loop_has_time_in_every_phase(speculative):
 
 def test_the_phases_add_up_to_the_loops_wall_time(monkeypatch):
     calls = []
-    real = profile_phases.runner.timed
+    real = Decoder.decode
 
-    def timed(*arguments):
-        calls.append(real(*arguments))
-        return calls[-1]
+    def timed(decoder, *arguments):
+        state = real(decoder, *arguments)
+        calls.append(decoder.clock.newest_s)
+        return state
 
-    monkeypatch.setattr(profile_phases.runner, "timed", timed)
+    monkeypatch.setattr(Decoder, "decode", timed)
     plain = traced(rounds=4)
-    assert plain.wall_s == pytest.approx(calls[-1][1]) and plain.rounds == 4
+    assert plain.wall_s == pytest.approx(calls[-1]) and plain.rounds == 4
 
 
 def test_the_trace_has_a_track_of_phases_at_the_top(speculative, folder):

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ import magicjax
 import models
 from magicjax import loading
 from magicjax.cli import main, text
-from magicjax.decoding.text_stream import TextStream
+from magicjax.decoding.text import Text
 from magicjax.decoding.token_bytes import bytes_of_byte_level
 from magicjax.parallel import offloading
 from magicjax.prediction.cost_model import default_profile
@@ -187,15 +188,17 @@ def test_a_character_of_several_tokens_is_printed_when_it_is_complete(directory,
     assert len(tokens) == 5
 
     def rounds(count):
-        for token in tokens[:count]:
-            yield [np.array([token])]
-        return count
+        made = Text(tokenizer, np.array([], int), magicjax.SamplingParams(), 9, ())
+        for n in range(1, count + 1):
+            yield [made.push(np.array(tokens[:n]), None, False)]
+        made.finish("cancelled")
+        return types.SimpleNamespace(results=[made.result()])
 
     monkeypatch.setattr(builtins, "print", lambda text, **_: printed.append(text))
-    assert text.print_stream(rounds(5), TextStream(tokenizer)) == 5
+    text.print_stream(rounds(5))
     assert printed == ["n", "", "", "☃", "!", ""]
     printed.clear()
-    text.print_stream(rounds(2), TextStream(tokenizer))  # an incomplete character at the end
+    text.print_stream(rounds(2))  # an incomplete character at the end
     assert printed == ["n", "", "\N{REPLACEMENT CHARACTER}"]
 
 
@@ -205,10 +208,13 @@ def test_a_terminal_shows_reasoning_dimly(is_terminal, monkeypatch, capsys):
     tokenizer = with_thinking("text")
 
     def rounds():
-        for token in tokenizer("<think>\nHm.\n</think>\n\nYes")["input_ids"]:
-            yield [np.array([token])]
+        tokens = np.array(tokenizer("<think>\nHm.\n</think>\n\nYes")["input_ids"])
+        made = Text(tokenizer, np.array([], int), magicjax.SamplingParams(), len(tokens), ())
+        for n in range(1, len(tokens) + 1):
+            yield [made.push(tokens[:n], None, n == len(tokens))]
+        return types.SimpleNamespace(results=[made.result()])
 
-    text.print_stream(rounds(), TextStream(tokenizer))
+    text.print_stream(rounds())
     shown = capsys.readouterr().out
     if not is_terminal:
         assert shown == "Yes\n"

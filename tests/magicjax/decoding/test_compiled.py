@@ -12,7 +12,7 @@ import pytest
 import magicjax
 import models
 from magicjax.decoding import loop, program_cache
-from magicjax.decoding.runner import state_shapes
+from magicjax.decoding.decoder import Decoder
 from magicjax.drafters import self_speculation
 from magicjax.kv_cache import full_cache, pages, sparse_cache
 from tests.magicjax import keywords, tiny
@@ -159,7 +159,7 @@ def decode_program(request, state):
     def run(*arguments):
         return loop.decode(request.settings, *arguments)
 
-    return jax.jit(run, donate_argnums=2).lower(*request.loop_arguments(state)).compile()
+    return jax.jit(run, donate_argnums=2).lower(request.target, request.drafter, state).compile()
 
 
 def moved_caches(program, sizes: dict[str, int]) -> dict[str, collections.Counter]:
@@ -172,8 +172,8 @@ def moved_caches(program, sizes: dict[str, int]) -> dict[str, collections.Counte
 @pytest.mark.parametrize("name", quick(DRAFTS, *(name for name in DRAFTS if name not in PARTS)))
 def test_the_loop_copies_no_cache_and_needs_little_memory_beside_them(name):
     request = request_of(name)
-    state = state_shapes(request)
-    arguments = request.loop_arguments(state)
+    state = Decoder(request).state_shapes()
+    arguments = (request.target, request.drafter, state)
     program = program_cache.program("decode", request.settings, *arguments)
     sizes = sizes_of(request, state)
     assert len(set(sizes.values())) == len(sizes)
@@ -198,8 +198,8 @@ def test_the_loop_copies_no_ring(drafter):
     tree = None if drafter is None else magicjax.chain(4)
     options = dict(drafter=drafter, tree=tree, max_tokens=32, eos_token_id=tiny.NEVER)
     request = keywords.prepare(shaped(config), [np.zeros(PROMPT, np.int32)] * 2, **options)
-    state = state_shapes(request)
-    arguments = request.loop_arguments(state)
+    state = Decoder(request).state_shapes()
+    arguments = (request.target, request.drafter, state)
     program = program_cache.program("decode", request.settings, *arguments)
     sizes = {f"layer {i}": keys.size for i, keys in enumerate(state.cache.k)}
     assert sizes["layer 0"] < sizes["layer 1"] / 9
@@ -211,7 +211,7 @@ def test_a_commit_without_data_dependence_on_its_reads_copies_the_cache(monkeypa
     monkeypatch.setattr(full_cache, "zero_after", lambda witness: 0)
     monkeypatch.setattr(loop, "_truncate", truncate_without_the_result)
     request = request_of("plain")
-    state = state_shapes(request)
+    state = Decoder(request).state_shapes()
     assert "target" in moved_caches(decode_program(request, state), sizes_of(request, state))
 
 
@@ -224,7 +224,7 @@ def test_a_ring_that_shifts_its_entries_is_detected_as_a_move(monkeypatch):
 
     monkeypatch.setattr(self_speculation, "append_ring", shift)
     request = request_of("self_chain")
-    state = state_shapes(request)
+    state = Decoder(request).state_shapes()
     assert "draft" in moved_caches(decode_program(request, state), sizes_of(request, state))
 
 
@@ -232,7 +232,7 @@ def test_a_ring_that_shifts_its_entries_is_detected_as_a_move(monkeypatch):
 def test_a_first_drafter_that_rewinds_to_its_old_arrays_copies_its_cache(monkeypatch):
     monkeypatch.setattr(magicjax.SmallModel, "rewind", lambda self, before, after: before)
     request = request_of("cascade")
-    state = state_shapes(request)
+    state = Decoder(request).state_shapes()
     assert "draft" in moved_caches(decode_program(request, state), sizes_of(request, state))
 
 
@@ -263,7 +263,7 @@ COUNTED = (
 @pytest.mark.parametrize("name", COUNTED)
 def test_predicted_bytes_are_those_of_the_caches(name):
     request = request_of(name)
-    state = state_shapes(request)
+    state = Decoder(request).state_shapes()
 
     def is_counted(x) -> bool:
         return is_cache(x) or is_bounds(x)
@@ -275,7 +275,7 @@ def test_predicted_bytes_are_those_of_the_caches(name):
 @pytest.mark.parametrize("name", quick(DRAFTS, "small_tree", "h2o_refreshed"))
 def test_a_programs_arguments_are_the_weights_and_the_caches(name):
     request = request_of(name)
-    arguments = request.loop_arguments(state_shapes(request))
+    arguments = (request.target, request.drafter, Decoder(request).state_shapes())
     program = program_cache.program("decode", request.settings, *arguments)
     weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arguments[:2]))
     counted = weights + sum(request.kv_bytes)

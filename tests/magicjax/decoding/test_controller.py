@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import magicjax
-from magicjax.decoding import runner
 from magicjax.decoding.controller import (
     HYSTERESIS,
     IDLE_ROUNDS,
@@ -24,6 +23,9 @@ from magicjax.decoding.controller import (
     row_tokens,
     tried_and_accepted,
 )
+from magicjax.decoding.decoder import Decoder
+from magicjax.decoding.output import run_adaptive
+from magicjax.decoding.output import texts_of as empty_texts
 from magicjax.drafters.text_lookup import TextLookup
 from magicjax.trees.token_tree import ROOT_ONLY, chain
 from tests.magicjax import keywords, tiny
@@ -503,9 +505,9 @@ class Cycle:
         return self
 
 
-def settings_of(request, depths):
+def decoders_of(request, depths):
     trees = {at(depth): chain(depth) if depth else ROOT_ONLY for depth in depths}
-    return {arm: request.settings.with_tree(tree) for arm, tree in trees.items()}
+    return {arm: Decoder(request, request.settings.with_tree(tree)) for arm, tree in trees.items()}
 
 
 DRAFTERS = {
@@ -535,10 +537,9 @@ def request_of(kind: str, **options):
 
 def adaptive(kind: str, rounds: int = 2, depths=ORDER, **options):
     request = request_of(kind, **options)
-    state = runner.prefill_and_init(request)[0]
-    chooser = Cycle(depths)
-    loops = settings_of(request, depths)
-    state, calls, _ = runner.run_adaptive(request, loops, chooser, state, rounds)
+    decoders, chooser = decoders_of(request, depths), Cycle(depths)
+    state = Decoder(request).start()
+    state, calls = run_adaptive(decoders, chooser, state, empty_texts(request), rounds)
     return request, state, calls, chooser
 
 
@@ -632,9 +633,8 @@ def texts_of(drafter) -> dict[tuple[int, ...], int]:
             seed=seed,
             eos_token_id=test_joint.EOS,
         )
-        state = runner.prefill_and_init(request)[0]
-        loops = settings_of(request, range(4))
-        state, *_ = runner.run_adaptive(request, loops, ByCount((2,)), state, 1)
+        decoders, texts = decoders_of(request, range(4)), empty_texts(request)
+        state, _ = run_adaptive(decoders, ByCount((2,)), Decoder(request).start(), texts, 1)
         lengths = np.asarray(state.emitted)
         for row, length in zip(np.asarray(state.output).tolist(), lengths, strict=True):
             counted[tuple(row[:length])] = counted.get(tuple(row[:length]), 0) + 1

@@ -171,7 +171,7 @@ def test_tokens_after_a_stop_string_have_left_the_ring(monkeypatch):
     deliver = Handle.deliver
 
     def cut(handle, tokens, logprobs, now):
-        left = 10 - len(handle._tokens)
+        left = 10 - len(handle.tokens)
         deliver(handle, tokens[:left], logprobs, now)
         return len(tokens) >= left
 

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 import magicjax
-from magicjax.decoding import program_cache, runner
+from magicjax.decoding import program_cache
 from magicjax.decoding.controller import Arm, Controller
+from magicjax.decoding.decoder import Decoder
+from magicjax.decoding.output import ROUNDS_PER_CALL, output_of, run_adaptive, texts_of
 from tests.magicjax import keywords, tiny
 from tests.quick import quick
 
@@ -98,7 +100,7 @@ def test_the_loop_ends_when_all_rows_have_and_nothing_else_is_compiled(target):
     assert check_cut(target, output, before, stops).count("stop") >= len(stops) > 0
     short = [text[4:6] for text in before.texts]
     rounds = generate(target, stop=short).stats.rounds
-    assert rounds <= runner.ROUNDS_PER_CALL < before.stats.rounds
+    assert rounds <= ROUNDS_PER_CALL < before.stats.rounds
 
 
 def test_without_a_stop_string_rows_end_with_eos_or_at_their_limit(target):
@@ -146,12 +148,11 @@ def test_a_stop_string_ends_a_row_between_calls_of_different_depths(target):
     stops = next(stops_in(whole(target).texts[:1], 1))
     options = dict(max_tokens=NEW, eos_token_id=[], stop=stops) | DRAFTED
     request = keywords.prepare(target, PROMPTS, **options)
-    state, _ = runner.prefill_and_init(request)
-    settings = {Arm("self", 2): request.settings}
-    controller = Controller.create(settings, len(PROMPTS))
-    state, calls, _ = runner.run_adaptive(request, settings, controller, state, rounds=2)
-    measured = dict(prefill_s=0.0, decode_s=1.0)
-    output = runner.output_of(request, state, program_cache.totals(), calls, **measured)
+    decoder, texts = Decoder(request), texts_of(request)
+    decoders = {Arm("self", 2): decoder}
+    controller = Controller.create(decoders, len(PROMPTS))
+    state, calls = run_adaptive(decoders, controller, decoder.start(), texts, rounds=2)
+    output = output_of(decoder, state, texts, program_cache.totals(), calls)
     assert "stop" in check_cut(target, output, whole(target), stops)
 
 

@@ -17,7 +17,7 @@ import scipy.stats
 
 import magicjax
 from magicjax.decoding import program_cache
-from magicjax.decoding.runner import prefill_and_init
+from magicjax.decoding.decoder import Decoder
 from magicjax.drafters import cascade
 from magicjax.drafters.spec import make_drafter, resolve
 from magicjax.trees.token_tree import NO_NODE
@@ -156,7 +156,7 @@ def sampled_chains(drafter, tree) -> tuple[np.ndarray, np.ndarray]:
         eos_token_id=[],
         temperature=1.0,
     )
-    state, _ = prefill_and_init(request)
+    state = Decoder(request).start()
     proposal = proposing(request.settings)(request.drafter, request.target, state)
     return np.asarray(proposal.tokens), (np.asarray(proposal.parents) != NO_NODE).sum(1)
 

@@ -6,7 +6,7 @@ import pytest
 from flax import struct
 
 import magicjax
-from magicjax.decoding.runner import prefill_and_init, run_to_end
+from magicjax.decoding.decoder import Decoder
 from tests.magicjax import keywords, tiny
 from tests.quick import quick
 
@@ -61,7 +61,7 @@ def test_a_member_finds_its_nodes_in_the_merged_tree(renumbers):
         max_tokens=tiny.NEW,
         eos_token_id=tiny.NEVER,
     )
-    state, _ = run_to_end(request, prefill_and_init(request)[0])
+    state = Decoder(request).decode(Decoder(request).start())
     _, right, wrong = jax.device_get(state.drafter[1])
     assert (right > 0).all()
     assert (wrong == 0).all() == renumbers

@@ -12,7 +12,7 @@ from flax import struct
 import magicjax
 import models
 from magicjax.decoding import program_cache
-from magicjax.decoding.runner import prefill_and_init
+from magicjax.decoding.decoder import Decoder
 from magicjax.drafters import layer_skipping, quantized_blocks
 from magicjax.parallel import pipeline_stages
 from magicjax.policies import H2O, SnapKV
@@ -51,7 +51,7 @@ def request_of(target, drafter, tree="2,2,1", **options):
 def proposals(target, drafter, tree="2,2,1", **options) -> list[np.ndarray]:
     """Returns the proposed tokens of every round; 0 in rows that have ended."""
     request = request_of(target, drafter, tree, **options)
-    state, found = prefill_and_init(request)[0], []
+    state, found = Decoder(request).start(), []
 
     @jax.jit
     def propose(target, drafter, state):
@@ -60,8 +60,7 @@ def proposals(target, drafter, tree="2,2,1", **options) -> list[np.ndarray]:
 
     while not state.ended.all():
         found.append(np.asarray(propose(request.target, request.drafter, state)))
-        arguments = request.loop_arguments(state)
-        state = program_cache.program("step", request.settings, *arguments)(*arguments)
+        state = Decoder(request).decode(state, 1)
     return found
 
 
@@ -137,7 +136,7 @@ def test_nothing_is_copied():
 def test_the_draft_cache_and_the_copy_have_the_drafted_layers_only():
     target, drafter = tiny.model(), dataclasses.replace(SNAPKV, layers="1", weights="int8")
     request = request_of(target, drafter)
-    state = prefill_and_init(request)[0].drafter
+    state = Decoder(request).start().drafter
     assert [len(x) for x in (state.cache.k, state.cache.pinned, state.stats.queries)] == [1] * 3
     assert drafter.cache_bytes(target, 3, 64) * 2 == SNAPKV.cache_bytes(target, 3, 64)
     blocks, all_blocks = request.drafter.blocks, quantized_blocks.of(target, "int8")

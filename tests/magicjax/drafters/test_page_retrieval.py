@@ -9,7 +9,7 @@ import pytest
 
 import magicjax
 from magicjax.decoding import loop as decoding_loop
-from magicjax.decoding.runner import prefill_and_init
+from magicjax.decoding.decoder import Decoder
 from magicjax.drafters.spec import make_drafter, text_of
 from magicjax.kv_cache import full_cache
 from magicjax.trees.token_tree import ROOT_ONLY
@@ -61,7 +61,7 @@ def test_a_round_without_a_draft_leaves_the_choice_to_the_next_one():
         max_tokens=tiny.NEW,
         eos_token_id=tiny.NEVER,
     )
-    state = prefill_and_init(request)[0]
+    state = Decoder(request).start()
     before = jax.tree.map(np.array, (state.drafter.pages, state.drafter.wait))
     settings = request.settings.with_tree(ROOT_ONLY)
     settings = dataclasses.replace(settings, shape=request.settings.shape)

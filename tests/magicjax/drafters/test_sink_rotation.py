@@ -10,7 +10,7 @@ import pytest
 
 import magicjax
 import models
-from magicjax.decoding.runner import prefill_and_init
+from magicjax.decoding.decoder import Decoder
 from magicjax.drafters import sink_rotation
 from magicjax.drafters.draft_pass import DraftContext
 from magicjax.drafters.static_tree import draft_static_tree
@@ -122,7 +122,7 @@ def test_a_draft_cache_does_not_depend_on_other_rows():
         request = keywords.prepare(
             tiny.model(), prompts, drafter=drafter, max_tokens=4, eos_token_id=tiny.NEVER
         )
-        caches.append(prefill_and_init(request)[0].drafter.cache)
+        caches.append(Decoder(request).start().drafter.cache)
     alone, beside = caches
     for one, other in zip((*alone.k, *alone.v), (*beside.k, *beside.v), strict=True):
         np.testing.assert_allclose(one[0], other[0], rtol=1e-4, atol=1e-4)

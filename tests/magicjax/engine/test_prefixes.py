@@ -130,7 +130,7 @@ def test_a_text_that_changed_earlier_is_prefilled_from_there(tally):
 def test_a_cancelled_answer_can_be_continued(tally):
     engine = Long.engine("ensemble", rounds_per_step=1)
     handle = engine.submit(Long.prompt(100))
-    while handle.emitted < 3:
+    while handle.text.emitted < 3:
         engine.step()
     handle.cancel()
     text = np.concatenate([Long.prompt(100), handle.result().tokens, Long.prompt(4)])

@@ -13,7 +13,8 @@ from flax import struct
 import magicjax
 import models
 from magicjax import EngineConfig, SamplingParams
-from magicjax.decoding import program_cache, runner, slots
+from magicjax.decoding import program_cache, slots
+from magicjax.decoding.decoder import Decoder
 from magicjax.engine import speculation
 from magicjax.engine.templates import make_templates, validated
 from magicjax.prediction import hlo
@@ -284,7 +285,7 @@ def row_programs(name: str, data: int) -> dict:
     config = EngineConfig(slots=SLOTS, capacity=16_000, max_tokens=32, prefix_bytes=0)
     drafter, tree = wide_drafter(name), magicjax.chain(3)
     templates = make_templates(wide_model(WIDE), drafter, tree, config, mesh)
-    state, row = (runner.state_shapes(x) for x in (templates.slots, templates.row))
+    state, row = (Decoder(x).state_shapes() for x in (templates.slots, templates.row))
     slot = jax.ShapeDtypeStruct((), np.int32, sharding=state.rounds.sharding)
     parts = templates.row.target, templates.row.drafter, state
     programs = {
@@ -328,7 +329,7 @@ def loop_collectives(mesh: list[int]) -> dict:
     """Returns what the engine's loop exchanges."""
     running = engine("self", mesh, slots=8)
     request, state = running._templates.slots, running._state
-    loop = runner.compile_loop(request, request.settings, state, "decode_until_row_ends")
+    loop = Decoder(request).loop(state, "any")
     text = loop.as_text()
     return dict(
         collectives={c.kind: c.count for c in hlo.collectives(text)},
@@ -363,7 +364,7 @@ def test_prefill_in_a_row_copies_no_cache():
 
     config = EngineConfig(slots=1, capacity=16_000, max_tokens=32)
     _, row = validated(shaped(WIDE), tiny.drafter("self"), tiny.TREES["chain4"], config)
-    cache = runner.state_shapes(row).cache
+    cache = Decoder(row).state_shapes().cache
     arguments = row.target, row.rows, cache
     program = program_cache.program("prefill", row.prefill_settings, *arguments)
     assert moved_caches(program, {"target": cache.k[0].size}) == {}
@@ -384,7 +385,7 @@ def test_a_loop_for_some_slots_copies_no_cache(tree):
     config = EngineConfig(slots=8, capacity=16_000, max_tokens=32, prefix_bytes=0)
     small = magicjax.SmallModel(wide_model(SMALL))
     templates = make_templates(wide_model(WIDE), small, tree, config, None)
-    request, state = templates.slots, runner.state_shapes(templates.slots)
+    request, state = templates.slots, Decoder(templates.slots).state_shapes()
     assert speculation.batch_sizes(request, 8) == (1, 4, 8)
     loop = speculation.variant(request, request.settings, 4).compiled(state)
     caches = {"target": state.cache.k[0].size, "draft": state.drafter.cache.k[0].size}

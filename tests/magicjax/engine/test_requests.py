@@ -105,7 +105,7 @@ def test_a_cancelled_request_keeps_its_tokens_and_frees_its_slot():
     handles = [engine.submit(prompt) for prompt in engines.prompts()[:5]]
     first, waiting, last = handles[0], handles[3], handles[4]
     waiting.cancel()  # in the queue
-    while not first.emitted:
+    while not first.text.emitted:
         engine.step()
     first.cancel()  # in its slot
     first.cancel()
@@ -137,7 +137,7 @@ def test_a_deadline_ends_requests_wherever_they_are(monkeypatch):
         engine.submit(prompt, deadline_s=seconds)
         for prompt, seconds in zip(engines.prompts(), (5, None, None, 4, None), strict=False)
     )
-    while not running.emitted:
+    while not running.text.emitted:
         engine.step()
     clock.now = 5.0
     engine.step()

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from magicjax.decoding.controller import Probes
-from magicjax.engine.handle import RequestStats, Result
+from magicjax.decoding.text import Result
+from magicjax.engine.handle import RequestStats
 from magicjax.engine.stats import WINDOW, Counters, EngineStats, Percentiles
 
 SCHEDULER = SimpleNamespace(waiting=[], prefilling=[], running={})
@@ -18,7 +19,7 @@ def result(reason: str = "length", **times) -> Result:
     counts |= dict(tau=1.0, histogram=(1,), drafted=0)
     times = dict(queue_s=0.0, ttft_s=None, tpot_s=None, itl_s=(), total_s=1.0) | times
     stats = RequestStats(finish_reason=reason, **counts, **times)
-    return Result(np.zeros(1, np.int32), None, None, None, reason, stats)
+    return Result(np.zeros(1, np.int32), np.zeros(1, np.int32), None, None, None, reason, stats)
 
 
 def stats(counters: Counters) -> EngineStats:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import magicjax
-from magicjax.decoding import runner
+from magicjax.decoding import decoder
 from magicjax.grammars import masking
 from magicjax.grammars.matcher import ALL, Matcher, tree_masks
 from tests.magicjax import enumeration, oracle
@@ -148,14 +148,14 @@ def test_texts_of_the_loop_have_the_constrained_distribution(case):
 
 def test_a_mask_of_the_root_only_in_the_rounds_is_detected(monkeypatch):
     """The text leaves the grammar."""
-    whole = runner.tree_masks
+    whole = decoder.tree_masks
 
     def only_root(*arguments):
         masks = whole(*arguments)
         masks[:, 1:] = ALL
         return masks
 
-    monkeypatch.setattr(runner, "tree_masks", only_root)
+    monkeypatch.setattr(decoder, "tree_masks", only_root)
     monkeypatch.setattr(test_joint, "ROWS", 200)
     with pytest.raises(RuntimeError, match="the grammar cannot be followed"):
         p_value("small, 2,2", 1, test_joint.PLAIN, magicjax.Grammar.regex(PATTERN))

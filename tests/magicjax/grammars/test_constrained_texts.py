@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import magicjax
-from magicjax.decoding import program_cache, runner
+from magicjax.decoding import program_cache
+from magicjax.decoding.decoder import Decoder
 from magicjax.decoding.preparation import place
 from magicjax.grammars import matcher
 from tests.magicjax import keywords, mesh_cases, oracle, scripted, tiny
@@ -174,8 +175,9 @@ def test_a_mesh_gives_the_texts_of_one_device(eight, sampled):
 @test_compiled.pytestmark
 def test_the_programs_of_a_round_copy_no_caches():
     request = place(test_compiled.request_of("self_tree"))
-    state = runner.state_shapes(request)
-    sizes, arguments = test_compiled.sizes_of(request, state), request.loop_arguments(state)
+    state = Decoder(request).state_shapes()
+    arguments = request.target, request.drafter, state
+    sizes = test_compiled.sizes_of(request, state)
     settings, shapes = request.settings, program_cache.result_shapes
     (tokens, _), proposed = shapes("propose", settings, arguments)
     scored = shapes("score", settings, (*arguments, proposed))

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import magicjax
-from magicjax.decoding import program_cache
-from magicjax.decoding.runner import prefill_and_init
+from magicjax.decoding.decoder import Decoder
 from magicjax.kv_cache import full_cache, prefill
 from magicjax.settings import StatsSpec
 from tests.magicjax import keywords, tiny
@@ -38,15 +37,14 @@ def rounds(kind, tree, prompts, dtype, target="target", **options):
         eos_token_id=tiny.NEVER,
         **options,
     )
-    state = prefill_and_init(request)[0]
+    state = Decoder(request).start()
     while True:
         # Copies, because the next round donates the state. PRNG keys have no numpy form.
         seen = jax.tree.map(np.array, state.replace(rows=state.rows.replace(sampling=None)))
         yield request, seen
         if seen.ended.all():
             return
-        arguments = request.loop_arguments(state)
-        state = program_cache.program("step", request.settings, *arguments)(*arguments)
+        state = Decoder(request).decode(state, 1)
 
 
 @functools.cache

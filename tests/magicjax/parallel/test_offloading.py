@@ -15,7 +15,7 @@ import magicjax
 import models
 from magicjax.cli import fit
 from magicjax.decoding import memory, program_cache
-from magicjax.decoding.runner import state_shapes
+from magicjax.decoding.decoder import Decoder
 from magicjax.parallel import offloading
 from magicjax.parallel.layouts import Offloaded
 from magicjax.prediction.aot import aot_compile, memory_estimate
@@ -115,7 +115,7 @@ def loop(target, drafter=None, tree=None):
         backend="xla",
         put=None,
     )
-    arguments = request.loop_arguments(state_shapes(request))
+    arguments = (request.target, request.drafter, Decoder(request).state_shapes())
     return program_cache.program("decode", request.settings, *arguments)
 
 

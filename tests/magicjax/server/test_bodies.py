@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from magicjax import EngineConfig, SamplingParams
-from magicjax.engine.handle import NewTokens
+from magicjax.decoding.text import NewTokens
 from magicjax.server import bodies, protocol, responses, tool_calls
 from magicjax.server.errors import ApiError
 from magicjax.server.protocol import Generation, Served

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import magicjax
 import models
 from magicjax.cli.serve import TOOL_FORMATS
-from magicjax.engine.handle import NewTokens
+from magicjax.decoding.text import NewTokens
 from magicjax.grammars import trial
 from magicjax.grammars.grammar import Grammar
 from magicjax.server import bodies, protocol, tool_calls

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 import magicjax
-from magicjax.decoding import program_cache, runner
-from magicjax.decoding.paired_timing import PrefilledPrompts, time_variants
+from magicjax.decoding import program_cache
+from magicjax.decoding.decoder import Decoder
+from magicjax.decoding.paired_timing import PrefilledPrompts, time_decoders
 from magicjax.decoding.request import RequestOptions
 from magicjax.prediction import cost_model
-from magicjax.prediction.autotune import search
+from magicjax.prediction.autotune import auto, search
 from magicjax.prediction.autotune.auto import Auto
 from magicjax.prediction.autotune.trial import Trial
 from magicjax.prediction.planner.candidates import model_sizes, name_of
@@ -56,13 +57,13 @@ def predicted_times(monkeypatch):
         return dataclasses.replace(result, seconds=round_seconds(drafter, depth)), *others
 
     def timed(prefilled, variants, repeats, min_seconds=0.0):
-        _, *others = time_variants(prefilled, variants, 1)
+        _, *others = time_decoders(prefilled, variants, 1)
         shapes = [(one.request.drafter, one.settings.shape.depth) for one in variants]
         return [[round_seconds(*shape)] for shape in shapes], *others
 
     run_trial = search.run_trial
     monkeypatch.setattr(search, "run_trial", trial)
-    monkeypatch.setattr(search, "time_variants", timed)
+    monkeypatch.setattr(search, "time_decoders", timed)
 
 
 def round_seconds(drafter, depth: int) -> float:
@@ -76,8 +77,8 @@ def round_seconds(drafter, depth: int) -> float:
 @pytest.fixture
 def short_calls(monkeypatch):
     """Calls of two rounds, because the outputs are short."""
-    run = runner.run_adaptive
-    monkeypatch.setattr(runner, "run_adaptive", lambda *arguments: run(*arguments[:-1], 2))
+    run = auto.run_adaptive
+    monkeypatch.setattr(auto, "run_adaptive", lambda *arguments: run(*arguments[:-1], 2))
 
 
 def generate(drafter, **options):
@@ -182,13 +183,13 @@ def streamed(drafter):
 
 @pytest.mark.usefixtures("predicted_times")
 def test_a_stream_runs_the_choice_after_one_prefill(profile, monkeypatch):
-    prefills, prefill = [], runner.prefill
+    prefills, prefill = [], Decoder.prefill
 
-    def recorded(*arguments):
+    def recorded(*arguments, **options):
         prefills.append(arguments)
-        return prefill(*arguments)
+        return prefill(*arguments, **options)
 
-    monkeypatch.setattr(runner, "prefill", recorded)
+    monkeypatch.setattr(Decoder, "prefill", recorded)
     settings = Auto(drafters("cheap"), profile, tree=TREE, trial_rounds=16)
     drafter = settings
     for _ in range(2):  # the second stream reuses the choice
@@ -254,7 +255,7 @@ def problem_of(settings):
 
 @pytest.mark.usefixtures("predicted_times")
 def test_finalists_are_timed_and_then_chains_of_the_fastest(profile, monkeypatch):
-    depths, timed = [], search.time_variants
+    depths, timed = [], search.time_decoders
     trials, run_trial = [], search.run_trial
 
     def tried(request, name, prefilled, rounds, tree=None):
@@ -265,7 +266,7 @@ def test_finalists_are_timed_and_then_chains_of_the_fastest(profile, monkeypatch
         depths.append([variant.settings.shape.depth for variant in variants])
         return timed(prefilled, variants, *arguments)
 
-    monkeypatch.setattr(search, "time_variants", recorded)
+    monkeypatch.setattr(search, "time_decoders", recorded)
     monkeypatch.setattr(search, "run_trial", tried)
     settings = Auto(drafters("cheap", "prompt-lookup"), profile, tree=TREE, trial_rounds=16)
     output = generate(settings)
@@ -280,16 +281,16 @@ def test_finalists_are_timed_and_then_chains_of_the_fastest(profile, monkeypatch
 def test_interleaved_timing_has_no_effect_on_later_runs(profile):
     problem = problem_of(Auto(drafters("cheap", "other"), profile, tree=TREE))
     prefilled = PrefilledPrompts.create(problem.request, drafters("cheap", "other"))
-    variants = [
-        search.Variant(request, request.settings.with_tree(tree))
+    decoders = [
+        Decoder(request, request.settings.with_tree(tree))
         for request in problem.requests.values()
         for tree in (TREE, tiny.TREES["chain2"])
     ]
-    times, prefilled = time_variants(prefilled, variants, 2)
+    times, prefilled = time_decoders(prefilled, decoders, 2)
     assert np.array(times).shape == (4, 2) and np.min(times) > 0
     for request in problem.requests.values():
-        state = prefilled.start(request)
-        state, *_ = runner.run(request, request.settings, state)
+        decoder = Decoder(request)
+        state = decoder.decode(prefilled.start(decoder))
         np.testing.assert_array_equal(
             np.asarray(state.output)[:, : tiny.NEW], np.stack(tiny.expected(8))
         )

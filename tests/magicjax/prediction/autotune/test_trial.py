@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from magicjax.decoding import runner
+from magicjax.decoding.decoder import Decoder
 from magicjax.decoding.paired_timing import PrefilledPrompts
 from magicjax.prediction.autotune.trial import run_trial
 from tests.magicjax import keywords, tiny
@@ -24,18 +24,18 @@ def prefilled_of(request, *drafters):
 def test_a_sampled_trial_draws_other_numbers_than_the_run():
     """The naive text of a run is that of plain sampling; a trial's text differs in every row."""
     request = request_of(tiny.drafter("near"), temperature=1.0, seed=3, verifier="naive")
-    prefilled, outputs, run = prefilled_of(request), [], runner.run
+    prefilled, outputs, run = prefilled_of(request), [], Decoder.decode
 
     def recorded(*arguments):
-        results = run(*arguments)
-        outputs.append(np.array(results[0].output))
-        return results
+        state = run(*arguments)
+        outputs.append(np.array(state.output))
+        return state
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "run", recorded)
+        patch.setattr(Decoder, "decode", recorded)
         _, prefilled = run_trial(request, "name", prefilled, 50)
-    state = prefilled.start(request)
-    state, *_ = runner.run(request, request.settings, state)
+    decoder = Decoder(request)
+    state = decoder.decode(prefilled.start(decoder))
     output = np.asarray(state.output)[:, : tiny.NEW]
     arguments = dict(max_tokens=tiny.NEW, eos_token_id=tiny.NEVER, temperature=1.0, seed=3)
     plain = keywords.generate(tiny.model(), tiny.prompts(8), **arguments)

@@ -1,0 +1,268 @@
+"""The compiled programs of a request: prefill, insert, extract and decode.
+
+::
+
+    decoder = Decoder(request)
+    state = decoder.start()
+    state = decoder.decode(state)
+
+`magicjax.generate`, `magicjax.stream` and an engine run all their programs here.
+"""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jaxtyping import Bool
+
+from magicjax.decoding import memory, program_cache
+from magicjax.decoding.loop import ALL_ROUNDS, DecodeState, Prefilled
+from magicjax.decoding.request import Request
+from magicjax.decoding.rows import Rows
+from magicjax.drafters import Drafter
+from magicjax.drafters.base import Previous
+from magicjax.grammars.matcher import Matcher, forced_tokens, tree_masks
+from magicjax.kv_cache.full_cache import KVCache
+from magicjax.settings import PrefillSettings, Settings, StatsSpec
+from magicjax.verification.logprobs import LogProbs
+from sharding import global_arrays
+
+logger = logging.getLogger("magicjax")
+
+
+@dataclasses.dataclass
+class Clock:
+    """The seconds of the programs that ran, without compilation.
+
+    Attributes:
+      prefill_s: of prefill, init, insert and extract.
+      decode_s: of rounds.
+      newest_s: of the newest program.
+    """
+
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    newest_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """Runs the programs of a request's models and settings.
+
+    States, caches and drafter states that are passed to a method are donated: use the returned
+    ones. Every method waits until its program has ended.
+
+    Attributes:
+      request: the models, the settings and the rows.
+      settings: of the loop; None: the request's.
+      without_drafter: whether the loop runs without the drafter, whose state stays as it is.
+      clock: adds up the seconds.
+      programs: the compiled programs of the loop, by name. To find one by the shapes of all
+        arguments takes a millisecond, so decoders of states of the same shapes may share them.
+    """
+
+    request: Request
+    settings: Settings | None = None
+    without_drafter: bool = False
+    clock: Clock = dataclasses.field(default_factory=Clock)
+    programs: dict[str, jax.stages.Compiled] = dataclasses.field(default_factory=dict)
+
+    @property
+    def loop_settings(self) -> Settings:
+        """Static settings of the loop."""
+        return self.settings or self.request.settings
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """The drafter that the loop runs."""
+        return None if self.without_drafter else self.request.drafter
+
+    def start(self) -> DecodeState:
+        """Returns the state after prefill; nothing is compiled if it cannot fit the memory.
+
+        Raises:
+          OutOfMemoryError: weights and caches do not fit the free memory.
+        """
+        memory.check(self.request)
+        return self.init(*self.prefill())
+
+    def prefill(
+        self,
+        rows: Rows | None = None,
+        settings: PrefillSettings | None = None,
+        cache: KVCache | None = None,
+        layer_inputs: dict[int, Any] | None = None,
+    ) -> tuple[KVCache, Prefilled]:
+        """Returns the target's cache of the prompts, and the other results of prefill.
+
+        Args:
+          rows: None: the request's.
+          settings: None: the request's; or those of other statistics or another chunk.
+          cache: of the first tokens of each row; None: an empty one is made.
+          layer_inputs: of earlier calls for the same prompts, as in `ModelStats`; None: of none.
+        """
+        arguments = self.request.target, rows or self.request.rows, cache, layer_inputs
+        return self._run("prefill", settings or self.request.prefill_settings, *arguments)
+
+    def init(
+        self, cache: KVCache, prefilled: Prefilled, previous: Previous | None = None
+    ) -> DecodeState:
+        """Returns the initial state; `previous` is the drafter's state of an earlier text."""
+        request, drafter = self.request, self.drafter
+        arguments = request.target, drafter, cache, prefilled, request.rows, previous
+        return self._run("init", request.settings, *arguments)
+
+    def prompt_logprobs(self, cache: KVCache | None = None) -> list[LogProbs | None]:
+        """Returns the log-probabilities of each prompt's tokens after the first, as numpy arrays.
+
+        Rows that did not request them have None.
+
+        Args:
+          cache: without tokens; None: one is made.
+        """
+        request = self.request
+        count = request.settings.logprobs or 0
+        count = max(count, *(each.prompt_logprobs or 0 for each in request.params))
+        outputs = StatsSpec(layer_inputs=(request.target.config.num_layers,))
+        settings = dataclasses.replace(request.prefill_settings, logprobs=count, stats_spec=outputs)
+        found = self._run("prompt_logprobs", settings, request.target, request.rows, cache)
+        found = global_arrays.fetch(found)
+        return [
+            None
+            if params.prompt_logprobs is None
+            else found[row, : len(prompt) - 1].most_likely(params.prompt_logprobs)
+            for row, (params, prompt) in enumerate(zip(request.params, request.prompts))
+        ]
+
+    def insert(self, state: DecodeState, row: DecodeState, slot: int) -> DecodeState:
+        """Returns the state with a row replaced; `row` is not donated."""
+        request, index = self.request, global_arrays.put(np.int32(slot), state.rounds.sharding)
+        arguments = request.target, request.drafter, state, row, index
+        return self._run("insert", request.settings, *arguments)
+
+    def extract(self, state: DecodeState, slot: int) -> tuple[KVCache, Any]:
+        """Returns the target's cache and the drafter's state of one row; donates nothing."""
+        request, index = self.request, global_arrays.put(np.int32(slot), state.rounds.sharding)
+        arguments = request.target, request.drafter, state, index
+        return self._run("extract", request.settings, *arguments)
+
+    def decode(
+        self,
+        state: DecodeState,
+        rounds: int = ALL_ROUNDS,
+        *,
+        until: Literal["all", "any"] = "all",
+        matchers: Sequence[Matcher | None] = (),
+    ) -> DecodeState:
+        """Returns the state after some rounds, whose number is its `rounds`.
+
+        Args:
+          state: of the request's rows.
+          rounds: the most that run.
+          until: they also end when "all" rows have ended, or when "any" row ends.
+          matchers: of the rows, None for rows without a grammar; they follow the texts. With one,
+            the host masks every round, and rounds end when any row ends.
+        """
+        if any(matchers):
+            return self._decode_with_grammars(state, rounds, matchers)
+        state = with_rounds(state, rounds)
+        with memory.explained(self.request):
+            loop = self.loop(state, until)
+            state = self._timed(loop, self.request.target, self.drafter, state)
+        self.clock.decode_s += self.clock.newest_s
+        return state
+
+    def loop(self, state: DecodeState, until: Literal["all", "any"] = "all") -> Any:
+        """Returns the compiled loop for a state, or for its shapes."""
+        name = {"all": "decode", "any": "decode_until_row_ends"}[until]
+        return self._program(name, self.request.target, self.drafter, state)
+
+    def _decode_with_grammars(
+        self, state: DecodeState, rounds: int, matchers: Sequence[Matcher | None]
+    ) -> DecodeState:
+        """Returns the state after some rounds, as `decode`; a row ends where its matcher fails."""
+        begin, target = time.perf_counter(), self.request.target
+        rows, vocab_size = state.ended.sharding, target.config.vocab_size
+
+        def call(name: str, *arguments: Any) -> Any:
+            return self._program(name, *arguments)(*arguments)
+
+        def forced(count: int) -> jax.Array:
+            return global_arrays.put(forced_tokens(live, count), rows)
+
+        state = dataclasses.replace(
+            state, rounds=global_arrays.put(np.int32(0), state.rounds.sharding)
+        )
+        with memory.explained(self.request):
+            live, ended = _push(matchers, state)
+            for _ in range(rounds):
+                before = ended
+                if self.drafter is not None:
+                    drafter = self.drafter.with_forced(state.drafter, forced)
+                    state = dataclasses.replace(state, drafter=drafter)
+                arguments = target, self.drafter, state
+                nodes, proposed = call("propose", *arguments)
+                scored = call("score", *arguments, proposed)
+                tokens, parents = global_arrays.fetch(nodes)
+                masks = tree_masks(live[: len(tokens)], tokens, parents, vocab_size)
+                allowed = global_arrays.put(masks, rows)
+                state = call("verify", *arguments, proposed, scored, allowed)
+                live, ended = _push(matchers, state)
+                if (ended != before).any():
+                    break
+        self.clock.newest_s = time.perf_counter() - begin
+        self.clock.decode_s += self.clock.newest_s
+        return state
+
+    def state_shapes(self) -> DecodeState:
+        """Returns the shapes of the initial state; runs and allocates nothing."""
+        request = self.request
+        settings, arguments = request.prefill_settings, (request.target, request.rows)
+        prefilled = program_cache.result_shapes("prefill", settings, arguments)
+        arguments = request.target, self.drafter, *prefilled, request.rows
+        return program_cache.result_shapes("init", request.settings, arguments)
+
+    def _program(self, name: str, *arguments: Any) -> jax.stages.Compiled:
+        """Returns a compiled program of the loop."""
+        if name not in self.programs:
+            compiled = program_cache.program(name, self.loop_settings, *arguments)
+            self.programs[name] = compiled
+        return self.programs[name]
+
+    def _run(self, name: str, settings: Any, *arguments: Any) -> Any:
+        """Runs a program before or between calls of the loop."""
+        with memory.explained(self.request):
+            program = program_cache.program(name, settings, *arguments)
+            result = self._timed(program, *arguments)
+        self.clock.prefill_s += self.clock.newest_s
+        return result
+
+    def _timed(self, program: jax.stages.Compiled, *arguments: Any) -> Any:
+        before = time.perf_counter()
+        result = jax.block_until_ready(program(*arguments))
+        self.clock.newest_s = time.perf_counter() - before
+        return result
+
+
+def with_rounds(state: DecodeState, rounds: int) -> DecodeState:
+    """Returns the state with `max_rounds` set."""
+    most = global_arrays.put(np.int32(rounds), state.max_rounds.sharding)
+    return dataclasses.replace(state, max_rounds=most)
+
+
+def _push(
+    matchers: Sequence[Matcher | None], state: DecodeState
+) -> tuple[list[Matcher | None], Bool[np.ndarray, "B"]]:
+    """Adds the new tokens of each row to its matcher.
+
+    Returns (the matchers of rows that have not ended, which rows have).
+    """
+    emitted, output, ended = global_arrays.fetch((state.emitted, state.output, state.ended))
+    for i, matcher in enumerate(matchers):
+        if matcher is not None:
+            matcher.push(output[i, matcher.length : emitted[i]].tolist())
+    return [None if end else one for end, one in zip(ended, matchers, strict=True)], ended
