@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from magicjax.model import Model
     from magicjax.options import option
     from magicjax.policies import Policy, StreamingLLM
-    from magicjax.prediction.autotune.auto import Auto, Choice, choose_drafter
+    from magicjax.prediction.choosing import Auto, Choice, choose_drafter
     from magicjax.sampling_params import SamplingParams
     from magicjax.trees.sequoia import expected_tokens, optimal
     from magicjax.trees.token_tree import DynamicTree, TokenTree, chain, expansion, parse_tree
@@ -85,7 +85,7 @@ _NAMES = {  # public names by module, as in the block above
     "magicjax.model": ("Model",),
     "magicjax.options": ("option",),
     "magicjax.policies": ("Policy", "StreamingLLM"),
-    "magicjax.prediction.autotune.auto": ("Auto", "Choice", "choose_drafter"),
+    "magicjax.prediction.choosing": ("Auto", "Choice", "choose_drafter"),
     "magicjax.sampling_params": ("SamplingParams",),
     "magicjax.trees.sequoia": ("expected_tokens", "optimal"),
     "magicjax.trees.token_tree": ("DynamicTree", "TokenTree", "chain", "expansion", "parse_tree"),

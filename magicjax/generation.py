@@ -29,7 +29,7 @@ from magicjax.suggest import explain_unknown
 from magicjax.trees.token_tree import Tree
 
 if TYPE_CHECKING:
-    from magicjax.prediction.autotune.auto import Auto, Choice
+    from magicjax.prediction.choosing import Auto, Choice
 
 
 @explain_unknown
@@ -139,9 +139,9 @@ def _chooser(options: RequestOptions) -> ModuleType | None:
     texts = [x for x in (options.drafter, options.tree) if isinstance(x, str)]
     if "auto" not in texts and isinstance(options.drafter, Drafter | str | None):
         return None
-    from magicjax.prediction.autotune import auto
+    from magicjax.prediction import choosing
 
-    return auto if "auto" in texts or auto.is_choice(options.drafter) else None
+    return choosing if "auto" in texts or choosing.is_choice(options.drafter) else None
 
 
 @explain_unknown

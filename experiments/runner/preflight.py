@@ -20,7 +20,7 @@ from magicjax.engine import memory_check
 from magicjax.engine.config import EngineConfig
 from magicjax.loading import check_tokenizer, load_tokenizer, skeleton
 from magicjax.model import Model
-from magicjax.prediction.autotune.search import make_problem
+from magicjax.prediction import choosing
 from magicjax.sources import directory_of
 from sharding import parse_mesh
 
@@ -148,7 +148,7 @@ def check_cell(cell: grid.Cell, rows: int | None = None) -> Request | None:
     options = grid.options(cell, load)
     target = load(cell.target, **cell.storage)
     if cell.draft == "auto":
-        make_problem(target, text, cell.params, options)
+        choosing.validated(target, text, cell.params, options)
         return None
     return validate(target, text, cell.params, options)
 

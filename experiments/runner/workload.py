@@ -32,8 +32,7 @@ from magicjax.decoding.stats import acceptance
 from magicjax.files import locked, write_atomically
 from magicjax.loading import config_of, matrix_formats
 from magicjax.parallel import offloading
-from magicjax.prediction import cost_model
-from magicjax.prediction.autotune import search
+from magicjax.prediction import choosing, cost_model
 from sharding import global_arrays
 
 MEMORY_SHARE = 0.7  # of a device's memory, for the weights of a model that reads a text
@@ -202,8 +201,8 @@ class Bench:
         if cell.draft == "auto":  # one choice for all runs of the cell
 
             def choose() -> Any:
-                problem = search.make_problem(target, text, cell.params, options)
-                return search.choose(search.placed(problem))[0]
+                candidates = choosing.validated(target, text, cell.params, options)
+                return choosing.choose(candidates)[0]
 
             options = dataclasses.replace(options, drafter=self._once(("choice", cell), choose))
         return target, text, cell.params, options

@@ -183,7 +183,7 @@ def make_drafter(cell: dict[str, Any], load: Any) -> tuple[Any, Any]:
     if cell["drafter"] == AUTO:
         tried = [spec.make_drafter(text, load) for text in cell["drafters"]]
         deepest = magicjax.parse_tree(cell["tree"])
-        return magicjax.Auto(tried or None, cell["profile"] or None, tree=deepest), None
+        return magicjax.Auto(tried or None, deepest, cell["profile"] or None), None
     drafter, tree = spec.resolve(cell["drafter"], cell["tree"], load)
     drafter.draw_methods(tree)  # raises if it cannot draw the children of such a tree
     return drafter, tree

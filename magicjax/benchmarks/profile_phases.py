@@ -30,8 +30,7 @@ from magicjax.decoding.preparation import prepare
 from magicjax.decoding.request import Request, RequestOptions
 from magicjax.files import write_atomically
 from magicjax.model import Model
-from magicjax.prediction import hlo
-from magicjax.prediction.autotune import auto
+from magicjax.prediction import choosing, hlo
 from magicjax.sampling_params import SamplingParams
 from sharding import global_arrays
 
@@ -123,8 +122,8 @@ def trace(
     """
     if rounds < 1:
         raise ValueError(f"rounds={rounds} is too small: trace at least 1 round")
-    if auto.is_choice(options.drafter):
-        request = auto.prepare_stream(target, prompts, params, options)[0].request
+    if choosing.is_choice(options.drafter):
+        request = choosing.prepare_stream(target, prompts, params, options)[0].request
     else:
         request = prepare(target, prompts, params, options)
     drafters = [] if request.drafter is None else [request.drafter]

@@ -112,12 +112,12 @@ def _add_speculation(parser: Any) -> None:
         type=options.candidate,
         default=[],
         help=f"a drafter for --drafter {AUTO} to try; repeat the option for several; default: "
-        "self-speculation with budgets of 64, 256 and 1,024 slots, and prompt lookup",
+        "prompt and suffix lookup, and self-speculation with budgets of 64, 256 and 1,024 slots",
     )
     group.add_argument(
         "--profile",
-        help=f"device profile for {AUTO}: a file from `magicjax calibrate`, or a preset; default: "
-        "the default output of calibrate",
+        help=f"device profile with which {AUTO} skips drafters that cannot be faster: a file from "
+        "`magicjax calibrate`, or a preset; default: the default output of calibrate, if any",
     )
     group.add_argument(
         "--draft-shards",
@@ -314,13 +314,13 @@ def speculation(
     )
     load = functools.partial(text.unloaded, dtype=arguments.dtype, **options)
     if AUTO in arguments.tree:
-        from magicjax.prediction.autotune.choice import for_tree  # imports the planner
+        from magicjax.prediction.choosing import for_tree  # imports the planner
 
         return for_tree(make_drafter(arguments.drafter[0], load), arguments.profile), None
     if AUTO not in arguments.drafter:
         return drafting.speculation(arguments.drafter, arguments.tree, load)
     candidates = [make_drafter(candidate, load) for candidate in arguments.candidate]
-    return magicjax.Auto(candidates or None, arguments.profile), None
+    return magicjax.Auto(candidates or None, profile=arguments.profile), None
 
 
 def report(output: Output) -> str:

@@ -124,17 +124,6 @@ class RoundCost:
         """Returns the speedup if a round emits this many tokens."""
         return tokens * self.target / self.total
 
-    def scaled(self, target: float, round_: float) -> "RoundCost":
-        """Returns the cost with the time of a plain step, and those of a round, multiplied."""
-        return RoundCost(
-            target=target * self.target,
-            draft=round_ * self.draft,
-            verify=round_ * self.verify,
-            depth=self.depth,
-            rest=round_ * self.rest,
-            parts={name: round_ * seconds for name, seconds in self.parts.items()},
-        )
-
 
 def seconds(parts: Mapping[str, Part], device: Device) -> dict[str, float]:
     """Returns the seconds of each part.

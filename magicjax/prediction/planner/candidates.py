@@ -103,7 +103,6 @@ def make_candidate(
     target: cost_model.Sizes,
     dtype: Any,
     acceptance: Sequence[Sequence[float]],
-    **measured: Any,
 ) -> Candidate:
     """Returns the candidate of a drafter, for `planner.plan`.
 
@@ -111,7 +110,6 @@ def make_candidate(
       drafter, target, dtype: as for `make_draft`.
       acceptance: [depths, ranks], as for `magicjax.optimal`. Prompt lookup uses the first rank
         only: its trees branch at the root alone, and only chains are planned.
-      measured: other measured fields of `Candidate`.
     """
     if isinstance(drafter, PromptLookup):
         acceptance = [row[:1] for row in acceptance]
@@ -121,5 +119,4 @@ def make_candidate(
         acceptance=tuple(tuple(map(float, row)) for row in acceptance),
         deepest=max_draft_depth(drafter),
         shared=isinstance(drafter, TARGET_DRAFTERS),
-        **measured,
     )

@@ -39,9 +39,6 @@ class Candidate:
       acceptance: [depths, ranks], as for `magicjax.optimal`.
       deepest: maximum depth of a tree.
       shared: whether it is the target itself, whose weights are already in memory.
-      tokens: measured tokens per round of chains of depth 1, 2, …; for deeper chains and for trees
-        they are computed from `acceptance`.
-      scale: measured / predicted time of a round.
     """
 
     name: str
@@ -49,8 +46,6 @@ class Candidate:
     acceptance: Acceptance
     deepest: int = MAX_DEPTH
     shared: bool = True
-    tokens: tuple[float, ...] = ()
-    scale: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,8 +158,6 @@ def predictions(
     """Returns a prediction for every tree of the search, the fastest first; see `plan`."""
     every = []
     for tree, tokens in _trees(candidate.acceptance, candidate.deepest):
-        if tree.depth <= len(candidate.tokens) and tree == chain(tree.depth):
-            tokens = candidate.tokens[tree.depth - 1]
         cost = cost_of(target, candidate, machine, batch, context, tree)
         every.append(Prediction(candidate.name, tree, tokens, cost, batch))
     return sorted(every, key=lambda prediction: -prediction.speedup)
@@ -173,11 +166,10 @@ def predictions(
 def cost_of(
     target: Sizes, candidate: Candidate, machine: Machine, batch: int, context: int, tree: TokenTree
 ) -> RoundCost:
-    """Returns the cost of a candidate's round, multiplied by its `scale`."""
+    """Returns the cost of a candidate's round."""
     width = tree.levels.shape[1]
     size = tree.num_nodes, tree.depth, width
-    cost = round_cost(target, candidate.draft, machine, batch, context, *size)
-    return cost.scaled(1.0, candidate.scale)
+    return round_cost(target, candidate.draft, machine, batch, context, *size)
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,0 +1,593 @@
+"""`drafter="auto"` and `tree="auto"`: trials on the prompts, and the run of the fastest drafter.
+
+Every candidate runs a few rounds from one prefill, which measures its acceptance and the ratio of
+its round to a plain step. The two best are timed with several trees, interleaved with plain
+decoding. The fastest tree is the choice; in greedy decoding, the controller
+(`magicjax.decoding.controller`) then adapts the depth of a chain.
+"""
+
+import dataclasses
+import logging
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from magicjax.decoding import memory, program_cache
+from magicjax.decoding.controller import PLAIN, Arm, Controller, RoundTimes
+from magicjax.decoding.decoder import Clock, Decoder
+from magicjax.decoding.loop import DecodeState
+from magicjax.decoding.memory import OutOfMemoryError
+from magicjax.decoding.output import (
+    Call,
+    Output,
+    log_request,
+    output_of,
+    run_adaptive,
+    run_to_end,
+    texts_of,
+)
+from magicjax.decoding.paired_timing import PrefilledPrompts, median_ratio, time_decoders
+from magicjax.decoding.preparation import drafter_and_tree, place, prepare, validate
+from magicjax.decoding.prompts import prompts_of
+from magicjax.decoding.request import Request, RequestOptions
+from magicjax.decoding.stats import acceptance
+from magicjax.decoding.text import Text
+from magicjax.decoding.validation import params_of_rows
+from magicjax.drafters import Drafter, Ensemble, PromptLookup, SelfSpeculation, SuffixLookup
+from magicjax.drafters.spec import text_of
+from magicjax.model import Model
+from magicjax.prediction import cost_model, planner
+from magicjax.prediction.planner.candidates import make_candidate, model_sizes
+from magicjax.sampling_params import SamplingParams
+from magicjax.trees.sequoia import expected_tokens, optimal
+from magicjax.trees.token_tree import ROOT_ONLY, Shape, TokenTree, Tree, chain, expansion
+from sharding import STAGE, factored
+
+logger = logging.getLogger("magicjax")
+
+BUDGETS = (64, 256, 1024)  # of the default candidates
+DEPTHS = (1, 2, 4, 6, 8)  # of the timed chains
+NODES = (4, 8, 16, 32)  # of the timed trees
+RANKS = expansion((2, 2, 1, 1, 1, 1))  # of the trial of tree="auto": measures ranks
+LEAST_GAIN = 1.03  # smaller speedups are within the error of the measurements
+FINALISTS = 2
+REPEATS, MIN_SECONDS = 5, 2.0  # of the comparison
+CALL_ROUNDS = 8  # of a trial's call; the first call loads the program and is not counted
+TRIAL_ROUNDS = 4 * CALL_ROUNDS
+RUN_ROUNDS = 32  # between two changes of the depth
+PRIOR_ROUNDS = 16  # weight of a trial's acceptance rates
+TRIAL_KEYS = 2**31 - 1  # folded into the keys of trials; no position is as high
+
+
+@dataclasses.dataclass(frozen=True)
+class Auto:
+    """Settings of `drafter="auto"`.
+
+    The choice depends on timings and can differ between runs. Sampled text follows the target's
+    distribution in any case, but with a given seed it depends on the choice. For reproducible text,
+    pass the returned `Choice` as `drafter`, or use verifier="naive".
+
+    Trials see only the first rounds. They do not see gains that appear later in the text; prompt
+    lookup, for example, improves with its length. Meshes with pipeline stages are not supported.
+
+    Attributes:
+      drafters: the candidates, of any kind; None: prompt lookup, suffix lookup, and
+        self-speculation with streaming and SnapKV caches of 64, 256 and 1,024 slots, as far as the
+        prompts are longer.
+      tree: of the trials, a static tree; no deeper one is timed. A tree with branches also measures
+        acceptance by rank, and optimal trees are then timed as well as chains. An ensemble uses it
+        for all members.
+      profile: of the device, with which candidates are skipped that could not be faster if all
+        drafts were accepted: a file from `magicjax calibrate`, or the name of a preset (one of
+        `cost_model.DEVICES`). None: the file that calibrate writes by default, if there is one.
+
+    Raises:
+      ValueError: no drafter, or a tree that is not static or has no child.
+    """
+
+    drafters: Sequence[Drafter] | None = None
+    tree: TokenTree = chain(8)
+    profile: str | os.PathLike | None = None
+
+    def __post_init__(self):
+        if self.drafters is not None:
+            object.__setattr__(self, "drafters", tuple(self.drafters))
+            if not self.drafters:
+                raise ValueError("drafters=() is empty: give at least one, or omit drafters")
+            names = [text_of(drafter) for drafter in self.drafters]
+            if len({*names}) < len(names):
+                raise ValueError(f"drafters={', '.join(names)} have equal names: remove duplicates")
+        if not isinstance(self.tree, TokenTree) or self.tree.num_nodes < 2:
+            raise ValueError(f"tree={self.tree!r} must be a static tree with at least one child")
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """Measurements of a drafter on the prompts.
+
+    Attributes:
+      name: the drafter as commands write it.
+      tree: that ran.
+      ratio: the seconds of a round divided by those of a plain step.
+      acceptance: [depths, ranks], the format of `magicjax.optimal`.
+      tau: mean acceptance length.
+    """
+
+    name: str
+    tree: Tree
+    ratio: float
+    acceptance: tuple[tuple[float, ...], ...]
+    tau: float
+
+    def tokens(self, tree: Tree) -> float:
+        """Returns the expected tokens of a round with a tree."""
+        if tree == self.tree or not isinstance(tree, TokenTree):
+            return self.tau
+        return expected_tokens(tree, self.acceptance) if self.acceptance else 1.0
+
+    def trees(self, is_static: bool) -> list[Tree]:
+        """Returns the trees that may be faster than that of the trial, and itself."""
+        if not (is_static and isinstance(self.tree, TokenTree)):
+            return [self.tree]
+        depths = [depth for depth in DEPTHS if depth <= self.tree.depth]
+        trees: list[Tree] = [self.tree, *map(chain, depths)]
+        if self.tree.width > 1 and self.acceptance:
+            most = self.tree.depth
+            trees += [optimal(self.acceptance, nodes, most) for nodes in NODES]
+        return [*dict.fromkeys(trees)]
+
+    @property
+    def best(self) -> float:
+        """The highest expected speedup of a chain, or of the tree of the trial.
+
+        The time of a shallower chain is taken from a line between a plain step and the trial.
+        """
+        found = [self.tau / self.ratio]
+        if isinstance(self.tree, TokenTree):
+            for tree in map(chain, range(1, self.tree.depth)):
+                ratio = 1 + (self.ratio - 1) * tree.num_nodes / self.tree.num_nodes
+                found.append(self.tokens(tree) / max(ratio, 0.1))
+        return max(found)
+
+    def __str__(self) -> str:
+        """Returns the measurements as a line of text."""
+        depths = ", ".join(f"{sum(row):.2f}" for row in self.acceptance) or "none"
+        return (
+            f"{self.name}: tau {self.tau:.2f}, a round {self.ratio:.2f} plain steps, "
+            f"acceptance by depth {depths}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The result of `drafter="auto"`. Pass it as `drafter` to reuse it without trials.
+
+    Attributes:
+      drafter, tree: the fastest; None: plain decoding is faster.
+      trials: measurements, the best first.
+      timed: measured speedup by name and tree, the highest first.
+      skipped: the reason for each candidate without a trial.
+      times: seconds of a round of each depth of a chain, 0 for a plain step; {} for other trees.
+    """
+
+    drafter: Drafter | None
+    tree: Tree | None
+    trials: tuple[Trial, ...]
+    timed: Mapping[tuple[str, Tree], float]
+    skipped: Mapping[str, str]
+    times: Mapping[int, float]
+
+    @property
+    def name(self) -> str:
+        """The drafter as commands write it, or "off"."""
+        return "off" if self.drafter is None else text_of(self.drafter)
+
+    def __str__(self) -> str:
+        """Returns the measurements and the choice as lines of text."""
+        lines = [*map(str, self.trials)]
+        lines += [f"skipped {name}: {reason}" for name, reason in self.skipped.items()]
+        if not self.timed:
+            return "\n".join([*lines, "chosen: plain decoding; no drafter was timed"])
+        best, *others = (
+            f"{name}, depth {tree.depth}, {tree.shape.num_nodes} nodes: {speedup:.2f} x plain"
+            for (name, tree), speedup in self.timed.items()
+        )
+        off = "plain decoding; the fastest drafter is " if self.drafter is None else ""
+        return "\n".join([*lines, f"chosen: {off}{best}", *(f"slower: {one}" for one in others)])
+
+
+def choose_drafter(
+    target: Model,
+    prompts: Any,
+    params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+    *,
+    drafter: Auto | str = "auto",
+    verifier: str | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
+    backend: str | None = None,
+    mesh: Mesh | None = None,
+) -> Choice:
+    """Returns the choice of `generate(..., drafter="auto")`, after trials on the prompts.
+
+    Args:
+      target, prompts, params, verifier, eos_token_id, backend, mesh: as for `magicjax.generate`.
+      drafter: the settings.
+
+    Raises:
+      ValueError, TypeError: bad input, also a drafter that does not support these options.
+      FileNotFoundError: there is no such profile.
+    """
+    options = RequestOptions(
+        drafter=drafter,
+        verifier=verifier,
+        eos_token_id=eos_token_id,
+        backend=backend,
+        mesh=mesh,
+    )
+    return choose(validated(target, prompts, params, options))[0]
+
+
+def is_choice(drafter: Any) -> bool:
+    """Returns whether an argument `drafter` leaves the choice to this module, or is its choice."""
+    return isinstance(drafter, Auto | Choice) or (isinstance(drafter, str) and drafter == "auto")
+
+
+def for_tree(drafter: Drafter, profile: str | os.PathLike | None = None) -> Auto:
+    """Returns the settings that choose the tree of one drafter, `tree="auto"`."""
+    branches = not isinstance(drafter, PromptLookup | SuffixLookup)
+    return Auto((drafter,), RANKS if branches else Auto.tree, profile)
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidates:
+    """Validated requests to choose from.
+
+    Attributes:
+      plain: without a drafter.
+      requests: by name.
+      skipped: the reason for each candidate that the options or the cost model exclude.
+    """
+
+    plain: Request
+    requests: dict[str, Request]
+    skipped: dict[str, str]
+
+
+def validated(
+    target: Model,
+    prompts: Any,
+    params: SamplingParams | Sequence[SamplingParams],
+    options: RequestOptions,
+) -> Candidates:
+    """Returns the candidates; nothing runs, and no weights are loaded.
+
+    Raises:
+      ValueError, TypeError, FileNotFoundError: as for `magicjax.choose_drafter`.
+    """
+    if options.tree is not None:
+        raise ValueError("drafter='auto' chooses the tree: omit tree")
+    auto = options.drafter if isinstance(options.drafter, Auto) else Auto()
+    if options.mesh is not None and factored(options.mesh).shape[STAGE] > 1:
+        raise ValueError(
+            f"drafter='auto' on stage={factored(options.mesh).shape[STAGE]}: trials share one "
+            "prefilled cache, which pipeline stages do not support; name a drafter, or use a mesh "
+            "without stages"
+        )
+    bound = upper_bounds(auto.profile)
+    without_drafter = dataclasses.replace(options, drafter=None, verifier=None)
+    plain = validate(target, prompts, params, without_drafter)
+    requests, skipped = dict[str, Request](), dict[str, str]()
+    for drafter in auto.drafters or default_drafters(min(map(len, plain.prompts))):
+        has_trees = isinstance(drafter, Ensemble) and drafter.trees is not None
+        tree = None if has_trees else auto.tree
+        with_drafter = dataclasses.replace(options, drafter=drafter, tree=tree)
+        try:
+            request = validate(plain.target, plain.prompts, params, with_drafter)
+        except ValueError as error:
+            if auto.drafters is not None:
+                raise
+            skipped[text_of(drafter)] = str(error)
+            continue
+        speedup = bound(request, auto.tree.depth)
+        if speedup is not None and speedup < 1:
+            reason = f"speedup at most {speedup:.2f} if all drafts are accepted"
+            skipped[text_of(drafter)] = reason
+        else:
+            requests[text_of(drafter)] = request
+    return Candidates(plain, requests, skipped)
+
+
+def default_drafters(shortest: int) -> list[Drafter]:
+    """Returns the default candidates for prompts of at least `shortest` tokens."""
+    return [PromptLookup(), SuffixLookup()] + [
+        SelfSpeculation(policy=policy, budget=budget)
+        for policy in ("streaming", "snapkv")
+        for budget in BUDGETS
+        if budget < shortest
+    ]
+
+
+def upper_bounds(
+    profile: str | os.PathLike | None,
+) -> Callable[[Request, int], float | None]:
+    """Returns the function from (a request, the deepest tree) to its highest possible speedup.
+
+    It is None where the cost model does not know: without a profile, and for some drafters.
+
+    Raises:
+      ValueError, FileNotFoundError: a profile that is named and cannot be read.
+    """
+    if profile is None and not os.path.exists(cost_model.default_profile()):
+        return lambda request, depth: None
+    device = cost_model.device_of(profile or cost_model.default_profile())
+
+    def bound(request: Request, depth: int) -> float | None:
+        settings, target = request.settings, request.target
+        assert request.drafter is not None
+        sizes = model_sizes(target, device.dtype)
+        try:
+            candidate = make_candidate(request.drafter, sizes, device.dtype, ((1.0,),))
+        except ValueError:
+            return None
+        candidate = dataclasses.replace(candidate, deepest=min(candidate.deepest, depth))
+        devices = 1 if settings.mesh is None else settings.mesh.size
+        machine = cost_model.Machine(device, settings.groups, devices // settings.groups)
+        context = int(np.mean([len(prompt) for prompt in request.prompts]))
+        where = machine, len(request.prompts), context
+        return planner.predictions(sizes, candidate, *where)[0].speedup
+
+    return bound
+
+
+def choose(candidates: Candidates) -> tuple[Choice, Decoder, PrefilledPrompts, float]:
+    """Returns (the choice, its decoder, the prompts for its run, seconds of the search).
+
+    The seconds exclude compilation.
+    """
+    plain, decoders = _placed(candidates)
+    drafters = [each.drafter for each in decoders.values() if each.drafter is not None]
+    prefilled = PrefilledPrompts.create(plain.request, drafters)
+    begin = time.perf_counter() - program_cache.totals()[1]
+    trials, skipped = [], dict(candidates.skipped)
+    (_, plain_s), prefilled = _rounds_of(plain, prefilled)
+    for name, decoder in decoders.items():
+        if not plain_s:
+            skipped[name] = "prefill's token ended all rows"
+            continue
+        try:
+            memory.check(decoder.request)
+        except OutOfMemoryError as error:
+            skipped[name] = str(error)
+            continue
+        (counted, seconds), prefilled = _rounds_of(decoder, prefilled)
+        (_, after), prefilled = _rounds_of(plain, prefilled)
+        # Other processes may slow the machine down at any time.
+        ratio = seconds / math.sqrt(plain_s * after)
+        trials.append(_trial(name, decoder.loop_settings.tree, counted, ratio))
+        plain_s = after
+    trials.sort(key=lambda trial: -trial.best)
+    timed, seconds_of, prefilled = _timed(plain, decoders, trials[:FINALISTS], prefilled)
+    choice = Choice(None, None, tuple(trials), timed, skipped, {})
+    if timed and next(iter(timed.values())) >= LEAST_GAIN:
+        name, tree = next(iter(timed))
+        drafter, times = decoders[name].request.drafter, {}
+        if _is_chain(tree) and not isinstance(drafter, Ensemble):
+            own = {t.depth: s for (n, t), s in seconds_of.items() if n == name and _is_chain(t)}
+            times = dict(sorted({0: plain_s, **own}.items()))
+        choice = dataclasses.replace(choice, drafter=drafter, tree=tree, times=times)
+    logger.info("%s", choice)
+    seconds = time.perf_counter() - program_cache.totals()[1] - begin
+    decoder = plain if choice.tree is None else _with_tree(decoders[choice.name], choice.tree)
+    return choice, decoder, prefilled, seconds
+
+
+def _placed(candidates: Candidates) -> tuple[Decoder, dict[str, Decoder]]:
+    """Returns (the decoder without a drafter, those with one) on the devices.
+
+    The target is loaded once. Their states have the same shapes, those of the largest.
+    """
+    plain = candidates.plain
+    if plain.target.params is None:
+        memory.check(plain)
+    plain, requests = place(plain), {}
+    for name, each in candidates.requests.items():
+        each = dataclasses.replace(each, target=plain.target)
+        with memory.explained(each):  # the drafter may make a copy of the target
+            requests[name] = place(each)
+    every = [each.settings for each in (plain, *requests.values())]
+    capacity = max(each.capacity for each in every)
+    shape = Shape(*map(max, zip(*(each.shape for each in every), strict=True)))
+
+    def decoder(request: Request) -> Decoder:
+        own = dataclasses.replace(request.settings, capacity=capacity)
+        largest = dataclasses.replace(own, shape=shape)
+        return Decoder(dataclasses.replace(request, settings=largest), own)
+
+    return decoder(plain), {name: decoder(each) for name, each in requests.items()}
+
+
+def _with_tree(decoder: Decoder, tree: Tree) -> Decoder:
+    """Returns a decoder with another tree, or itself."""
+    settings = decoder.loop_settings
+    if tree == settings.tree:
+        return decoder
+    return dataclasses.replace(decoder, settings=settings.with_tree(tree), programs={})
+
+
+def _rounds_of(
+    decoder: Decoder, prefilled: PrefilledPrompts
+) -> tuple[tuple[dict[str, Any], float], PrefilledPrompts]:
+    """Returns (the counts and the seconds of some rounds, the prompts for the next run).
+
+    The rounds draw random numbers of their own. With those of the run, a drafter whose tokens
+    happen to match would be chosen, and the text would be biased towards its drafts.
+    """
+    request = decoder.request
+    if (sampling := request.rows.sampling) is not None:
+        keys = jax.vmap(lambda key: jax.random.fold_in(key, TRIAL_KEYS))(sampling.keys)
+        keys = jax.device_put(keys, sampling.keys.sharding)
+        rows = dataclasses.replace(request.rows, sampling=dataclasses.replace(sampling, keys=keys))
+        request = dataclasses.replace(request, rows=rows)
+        decoder = dataclasses.replace(decoder, request=request)
+    state = prefilled.start(decoder)
+    times: list[float] = []
+    for _ in range(TRIAL_ROUNDS // CALL_ROUNDS):
+        if state.ended.all():
+            break
+        state = decoder.decode(state, CALL_ROUNDS)
+        times.append(decoder.clock.newest_s / int(state.rounds))
+    counts = jax.device_get((state.emitted, state.histogram, state.ranks, state.nodes))
+    seconds = statistics.median(times[1:] or times or [0.0])
+    return (acceptance(*counts), seconds), prefilled.reset(state)
+
+
+def _trial(name: str, tree: Tree, counted: dict[str, Any], ratio: float) -> Trial:
+    by_rank = counted["acceptance_by_rank"]
+    reached = next((d for d, row in enumerate(by_rank) if not sum(row)), len(by_rank))
+    return Trial(name, tree, ratio, by_rank[: max(1, reached)], counted["tau"])
+
+
+def _timed(
+    plain: Decoder,
+    decoders: Mapping[str, Decoder],
+    trials: Sequence[Trial],
+    prefilled: PrefilledPrompts,
+) -> tuple[dict[tuple[str, Tree], float], dict[tuple[str, Tree], float], PrefilledPrompts]:
+    """Returns (speedup, seconds of a round) of the trees of some drafters, and the prompts.
+
+    The fastest is first. All are timed interleaved with plain decoding.
+    """
+    if not trials:
+        return {}, {}, prefilled
+    arms = [
+        (trial, tree)
+        for trial in trials
+        for tree in trial.trees(not isinstance(decoders[trial.name].drafter, Ensemble))
+    ]
+    running = [plain, *(_with_tree(decoders[trial.name], tree) for trial, tree in arms)]
+    (baseline, *measured), prefilled = time_decoders(prefilled, running, REPEATS, MIN_SECONDS)
+    speedups, seconds = {}, {}
+    for (trial, tree), times in zip(arms, measured, strict=True):
+        speedups[trial.name, tree] = trial.tokens(tree) / float(median_ratio(times, baseline))
+        seconds[trial.name, tree] = statistics.median(times)
+    return dict(sorted(speedups.items(), key=lambda each: -each[1])), seconds, prefilled
+
+
+def _is_chain(tree: Tree) -> bool:
+    return isinstance(tree, TokenTree) and tree.depth > 0 and tree == chain(tree.depth)
+
+
+def generate(
+    target: Model,
+    prompts: Any,
+    params: SamplingParams | Sequence[SamplingParams],
+    options: RequestOptions,
+) -> Output:
+    """Returns the output of `magicjax.generate` with a drafter to choose, or with a choice."""
+    compiled = program_cache.totals()
+    choice, decoder, state, plan_s = _started(target, prompts, params, options)
+    log_request(decoder.request)
+    texts, state = texts_of(decoder.request), decoder.start() if state is None else state
+    if decoder.request.rows.sampling is None and choice.times:
+        state, calls = _run_chains(decoder, choice, state, texts)
+    else:
+        state = run_to_end(decoder, state, texts)
+        calls = [(decoder.loop_settings.shape.depth, np.asarray(state.histogram))]
+    depths = tuple(depth for depth, _ in calls)
+    output = output_of(decoder, state, texts, compiled, calls, plan_s=plan_s, depths=depths)
+    return dataclasses.replace(output, choice=choice)
+
+
+def prepare_stream(
+    target: Model,
+    prompts: Any,
+    params: SamplingParams | Sequence[SamplingParams],
+    options: RequestOptions,
+) -> tuple[Decoder, Choice, DecodeState | None]:
+    """Returns (the decoder, the choice, the state after the search's prefill).
+
+    The tree is fixed. The state is None for a reused choice: nothing has run.
+    """
+    choice, decoder, state, _ = _started(target, prompts, params, options)
+    return decoder, choice, state
+
+
+def _started(
+    target: Model,
+    prompts: Any,
+    params: SamplingParams | Sequence[SamplingParams],
+    options: RequestOptions,
+) -> tuple[Choice, Decoder, DecodeState | None, float]:
+    """Returns (the choice, its decoder, the state after a search, seconds of the search)."""
+    if isinstance(options.tree, str) and options.tree == "auto":
+        options = _with_one_drafter(target, options)
+    if isinstance(options.drafter, Choice):
+        return options.drafter, Decoder(_reused(target, prompts, params, options)), None, 0.0
+    choice, decoder, prefilled, plan_s = choose(validated(target, prompts, params, options))
+    decoder = dataclasses.replace(decoder, clock=Clock(prefill_s=prefilled.seconds))
+    return choice, decoder, prefilled.start(decoder), plan_s
+
+
+def _with_one_drafter(target: Model, options: RequestOptions) -> RequestOptions:
+    """Returns the options with the settings that choose the tree of one drafter.
+
+    Raises:
+      ValueError: no drafter.
+    """
+    if options.drafter is None or is_choice(options.drafter):
+        raise ValueError(
+            "tree='auto' chooses the tree of one drafter: name it, or omit tree with drafter='auto'"
+        )
+    drafter, _ = drafter_and_tree(target, options.drafter, None)
+    assert drafter is not None  # as it was
+    return dataclasses.replace(options, drafter=for_tree(drafter), tree=None)
+
+
+def _reused(
+    target: Model,
+    prompts: Any,
+    params: SamplingParams | Sequence[SamplingParams],
+    options: RequestOptions,
+) -> Request:
+    choice: Choice = options.drafter
+    if options.tree is not None:
+        raise ValueError("a Choice has its own tree: omit tree")
+    if choice.drafter is None:  # a verifier is for drafters
+        options = dataclasses.replace(options, drafter=None, verifier=None)
+        return prepare(target, prompts, params, options)
+    of_rows = params_of_rows(params, len(prompts_of(prompts)))
+    tree = None if choice.tree == ROOT_ONLY else choice.tree  # an ensemble has its own
+    if choice.times and all(each.greedy for each in of_rows):  # the depth adapts
+        tree = chain(max(choice.times))
+    options = dataclasses.replace(options, drafter=choice.drafter, tree=tree)
+    return prepare(target, prompts, params, options)
+
+
+def _run_chains(
+    decoder: Decoder, choice: Choice, state: DecodeState, texts: Sequence[Text]
+) -> tuple[DecodeState, list[Call]]:
+    """Returns (the state when all rows have ended, calls) of a run that adapts the depth."""
+    assert choice.tree is not None
+    trial = next(trial for trial in choice.trials if trial.name == choice.name)
+    arms = {depth: Arm(choice.name, depth) if depth else PLAIN for depth in choice.times}
+    controller = Controller.create(
+        arms.values(),
+        len(texts),
+        first=arms[choice.tree.depth],
+        rates=[by_rank[0] for by_rank in trial.acceptance],
+        rounds=PRIOR_ROUNDS,
+        times=RoundTimes((1,), {arms[d]: (s,) for d, s in choice.times.items()}),
+        until_last_row_ends=True,
+    )
+    decoders = {
+        arm: _with_tree(decoder, chain(depth) if depth else ROOT_ONLY)
+        for depth, arm in arms.items()
+    }
+    return run_adaptive(decoders, controller, state, texts, RUN_ROUNDS)
