@@ -14,8 +14,7 @@ from magicjax.decoding.decoder import Decoder
 from magicjax.decoding.loop import ALL_ROUNDS, DecodeState
 from magicjax.decoding.request import Request
 from magicjax.decoding.stats import Stats, acceptance
-from magicjax.decoding.text import NewTokens, Result, Text
-from magicjax.grammars.matcher import Matcher
+from magicjax.decoding.text import NewTokens, Result, Text, matcher_of
 from sharding import global_arrays
 
 logger = logging.getLogger("magicjax")
@@ -85,17 +84,12 @@ class Output:
 
 def texts_of(request: Request) -> list[Text]:
     """Returns the empty texts of the rows."""
-    limits = global_arrays.fetch(request.rows.limits).tolist()
-    rows = zip(request.prompts, request.params, limits, strict=True)
-    return [
-        Text(request.target.tokenizer, *row, request.eos, _matcher(request, row[1])) for row in rows
-    ]
-
-
-def _matcher(request: Request, params: Any) -> Matcher | None:
-    if params.grammar is None:
-        return None
-    return Matcher(request.target, params.grammar, request.eos, params.stop_token_ids)
+    target, limits = request.target, global_arrays.fetch(request.rows.limits).tolist()
+    texts = []
+    for prompt, params, limit in zip(request.prompts, request.params, limits, strict=True):
+        matcher = matcher_of(target, prompt, params, request.eos)
+        texts.append(Text(target.tokenizer, prompt, params, limit, request.eos, matcher))
+    return texts
 
 
 def run_to_end(decoder: Decoder, state: DecodeState, texts: Sequence[Text]) -> DecodeState:

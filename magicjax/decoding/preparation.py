@@ -19,10 +19,10 @@ from magicjax.decoding import memory, validation
 from magicjax.decoding.prompts import prompts_of, token_ids
 from magicjax.decoding.request import Request, RequestOptions
 from magicjax.decoding.rows import rows_of
+from magicjax.decoding.text import matcher_of
 from magicjax.drafters import Drafter
 from magicjax.drafters.spec import resolve
-from magicjax.grammars.grammar import Grammar
-from magicjax.grammars.matcher import Matcher, first_masks
+from magicjax.grammars.matcher import first_masks
 from magicjax.model import CAPACITY_MULTIPLE, Model
 from magicjax.parallel import pipeline_stages
 from magicjax.sampling_params import SamplingParams
@@ -98,6 +98,7 @@ def validate(
     capacity = capacity_of(tokens, shape.depth)
     eos = validation.checked_eos(target, options.eos_token_id)
     validation.check_stop(target, of_rows)
+    allowed = _first_masks(target, rows, of_rows, eos)
     return Request(
         settings=Settings(
             tree=tree,
@@ -114,14 +115,17 @@ def validate(
         drafter=drafter,
         prompts=rows,
         params=of_rows,
-        rows=rows_of(target, rows, of_rows, limits, eos, width, _first_masks(target, of_rows, eos)),
+        rows=rows_of(target, rows, of_rows, limits, eos, width, allowed),
         eos=tuple(eos),
         pad_token_id=validation.checked_pad(target, options.pad_token_id, eos),
     )
 
 
 def _first_masks(
-    target: Model, params: Sequence[SamplingParams], eos: Sequence[int]
+    target: Model,
+    prompts: Sequence[np.ndarray],
+    params: Sequence[SamplingParams],
+    eos: Sequence[int],
 ) -> UInt32[np.ndarray, "B W"] | None:
     """Returns the first tokens that the rows' grammars allow; None if no row has a grammar.
 
@@ -130,14 +134,10 @@ def _first_masks(
     """
     if all(each.grammar is None for each in params):
         return None
-
-    @functools.cache
-    def matcher(grammar: Grammar, stop_token_ids: tuple[int, ...]) -> Matcher:
-        return Matcher(target, grammar, eos, stop_token_ids)
-
-    rows = [matcher(each.grammar, each.stop_token_ids) if each.grammar else None for each in params]
-    allowed = first_masks(rows, target.config.vocab_size)
-    for each in rows:
+    pairs = zip(prompts, params, strict=True)
+    matchers = [matcher_of(target, prompt, each, eos) for prompt, each in pairs]
+    allowed = first_masks(matchers, target.config.vocab_size)
+    for each in matchers:
         if each is not None and each.error:
             raise ValueError(f"the grammar is not supported: {each.error}")
     return allowed

@@ -4,10 +4,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from magicjax.decoding.token_bytes import special_tokens
 from magicjax.grammars.grammar import Grammar
 
 # Special tokens of gpt-oss, before the role, the channel and the text of a message.
-ROLE, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+ROLE, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
 FINAL = ("", "assistant", "final")  # what the header of a message begins with that is the answer
 REST = re.compile(r"[\s\ud800-\udfff].*", re.DOTALL)  # of a header; surrogates mark tokens
 THINK, END_THINK = "<think>", "</think>"
@@ -37,7 +38,7 @@ class Channels:
             else:
                 self.push(backend.decode([token]))
         if self._header in FINAL:
-            self._header = None  # an answer need not have a channel: grammars exclude its tokens
+            self._header = None  # an answer need not have a channel
 
     def mark(self, name: str) -> Parts:
         """Reads a marker."""
@@ -138,16 +139,68 @@ def split_after(
       tokenizer: a fast tokenizer of transformers.
       special: its special tokens.
       prompt: the tokens before the text.
-      grammar: of the text. What it constrains does not belong to the reasoning of the prompt.
+      grammar: of the text, or of the answer.
     """
     backend = tokenizer.backend_tokenizer
     if {CHANNEL, MESSAGE} <= {*special.values()}:
         return Channels(prompt, special, backend)
     if END_THINK not in chat_template(tokenizer):
         return None
-    tail = backend.decode([*prompt[-TAIL:]], skip_special_tokens=False).rstrip()
     call = "" if grammar is None else grammar.free_until
-    return Thinking(tail.endswith(THINK) and (grammar is None or bool(call)), call)
+    return Thinking(_tail(backend, prompt).endswith(THINK), call)
+
+
+def after_reasoning(
+    tokenizer: Any, prompt: Sequence[int], grammar: Grammar | None
+) -> Grammar | None:
+    """Returns the grammar of a text whose answer matches a grammar, and whose reasoning is free.
+
+    Reasoning has no special tokens. It is optional, unless the prompt ends with its beginning. A
+    grammar with free text before a marker, and one after a prompt that ends with </think>, is
+    returned as it is.
+
+    Args:
+      tokenizer: as for `split_after`; others have no reasoning.
+      prompt: the tokens before the text.
+      grammar: of the answer; None for any text.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if grammar is None or grammar.free_until or backend is None:
+        return grammar
+    tokens = {name: f"<[{token}]>" for token, name in special_tokens(backend).items()}
+    tail = _tail(backend, prompt)
+    if {CHANNEL, MESSAGE} <= tokens.keys():
+        rules = _channel_rules(tokens) if tail.endswith(f"{ROLE}assistant") else ""
+    elif END_THINK in chat_template(tokenizer) and not tail.endswith(END_THINK):
+        rules = _thinking_rules(tokens, tail.endswith(THINK))
+    else:
+        rules = ""
+    return grammar.after(rules) if rules else grammar
+
+
+def _channel_rules(tokens: Mapping[str, str]) -> str:
+    """Returns the rules of messages of other channels before the final one."""
+    channel, message = tokens[CHANNEL], tokens[MESSAGE]
+    name = '("analysis" | "commentary")'
+    other = f'{channel} {name} {message} TEXT {tokens[END]} {tokens[ROLE]} "assistant"'
+    return f'start: ({other})* {channel} "final" {message} @answer\nTEXT: /(?s:.*)/'
+
+
+def _thinking_rules(tokens: Mapping[str, str], inside: bool) -> str:
+    """Returns the rules of reasoning and the newlines after it; a marker may be spelled."""
+    opened = "" if inside else tokens.get(THINK, "")
+    begin = "" if inside or opened else THINK
+    unspelled = f" | TEXT {tokens[END_THINK]}" if END_THINK in tokens else ""
+    start = "" if inside else "@answer | "
+    return f'''start: {start}{opened} (spelled{unspelled}) NEWLINES? @answer
+spelled[lazy]: /{begin}(?s:.*)/ "{END_THINK}"
+TEXT: /{begin}(?s:.*)/
+NEWLINES: /\\n{{1,2}}/'''
+
+
+def _tail(backend: Any, prompt: Sequence[int]) -> str:
+    """Returns the end of a prompt, without the space after it."""
+    return backend.decode([*prompt[-TAIL:]], skip_special_tokens=False).rstrip()
 
 
 def chat_template(tokenizer: Any) -> str:

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
+from magicjax.decoding.reasoning import after_reasoning
 from magicjax.decoding.text_stream import TextStream
 from magicjax.grammars.matcher import Matcher
 from magicjax.sampling_params import SamplingParams
@@ -191,6 +192,18 @@ class Text:
             stats=stats,
             reasoning=reasoning or "",
         )
+
+
+def matcher_of(
+    target: Any, prompt: Int[np.ndarray, "T"], params: SamplingParams, eos: Sequence[int]
+) -> Matcher | None:
+    """Returns what follows the empty text after a prompt; None for any text.
+
+    Raises:
+      ValueError: a target without tokenizer or EOS, or a grammar that is not supported.
+    """
+    grammar = after_reasoning(target.tokenizer, prompt.tolist(), params.grammar)
+    return None if grammar is None else Matcher(target, grammar, eos, params.stop_token_ids)
 
 
 def _joined(piece: NewTokens, rest: NewTokens) -> NewTokens:

@@ -9,10 +9,10 @@ from jax.sharding import Mesh
 
 from magicjax.checks import check_real
 from magicjax.decoding.prompts import token_ids
+from magicjax.decoding.text import matcher_of
 from magicjax.decoding.validation import bad_sequences, check_params, check_stop, check_token_ids
 from magicjax.engine.request import EngineRequest
 from magicjax.engine.templates import Templates
-from magicjax.grammars.matcher import Matcher
 from magicjax.model import Model
 from magicjax.sampling_params import SamplingParams
 from magicjax.verification.logits_processor import MAX_SEQUENCE, MAX_SEQUENCES
@@ -56,7 +56,7 @@ def validated(
         prompt=tokens,
         params=params,
         max_tokens=_limit(templates, len(tokens), params.max_tokens),
-        matcher=_matcher(templates, params),
+        matcher=matcher_of(templates.row.target, tokens, params, templates.row.eos),
         priority=priority,
         submitted_s=now,
         deadline_s=None if deadline_s is None else now + deadline_s,
@@ -91,12 +91,3 @@ def _limit(templates: Templates, length: int, limit: int | None) -> int:
             "as fit, shorten the prompt, or create the engine with a larger capacity"
         )
     return limit
-
-
-def _matcher(templates: Templates, params: SamplingParams) -> Matcher | None:
-    """Returns what follows the text of a request with a grammar."""
-    if params.grammar is None:
-        return None
-    eos = templates.config.eos_token_id
-    assert isinstance(eos, tuple)
-    return Matcher(templates.row.target, params.grammar, eos, params.stop_token_ids)

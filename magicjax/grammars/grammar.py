@@ -33,7 +33,7 @@ class Grammar:
     2 s of CPU or 1 GiB there is an error. It takes 0.1 s for a new grammar.
 
     Attributes:
-      text: the grammar in llguidance's variant of Lark.
+      text: the grammar in llguidance's variant of Lark, or several as llguidance's JSON.
       free_until: what ends free text at the beginning, such as the marker of a call; "": none.
     """
 
@@ -112,6 +112,11 @@ class Grammar:
             raise ValueError("choice=[]: it must have at least one text")
         rule = " | ".join(map(json.dumps, texts))
         return _checked(cls(f"start: {rule}{OPTIONS}"), "the choice")
+
+    def after(self, rules: str) -> "Grammar":
+        """Returns the grammar of Lark rules in which this one is `@answer`."""
+        grammars = {"lark_grammar": rules + OPTIONS}, {"name": "answer", "lark_grammar": self.text}
+        return Grammar(json.dumps({"grammars": grammars}))
 
 
 def of_rules(text: str, untrusted: bool = False) -> Grammar:

@@ -40,6 +40,37 @@ def target() -> magicjax.Model:
 
 
 @functools.cache
+def thinking_texts(markers: str) -> tuple[str, ...]:
+    """Returns texts for the tokens of `tiny.model`, whole markers of reasoning among them or not.
+
+    Args:
+      markers: "text": only their parts are tokens; otherwise they are tokens, too.
+    """
+    whole = ("x", "y") if markers == "text" else ("<think>", "</think>")
+    parts = ("<", "<think", "</", "</think", "think", ">", ">a", ">z", "\n", "\n\n", "\na", "/")
+    letters = (*"abcdefghijklm", *(a + b for a in "abc" for b in "abcdef"))
+    return (*whole, *parts, *letters, "zzz", "{", END)
+
+
+@functools.cache
+def thinking_target(markers: str) -> magicjax.Model:
+    """Returns the tiny target with a tokenizer whose chat template marks reasoning.
+
+    Args:
+      markers: "text": of several tokens; "added": tokens with text; "special": without.
+    """
+    texts = thinking_texts(markers)
+    assert len(texts) == tiny.VOCAB
+    made = tokenizer(tuple(text.replace("\n", "Ċ") for text in texts))
+    if markers != "text":
+        special = markers == "special"
+        added = [tokenizers.AddedToken(text, special=special) for text in texts[:2]]
+        made.backend_tokenizer.add_tokens(added)
+    made.chat_template = "{# </think> #}"
+    return dataclasses.replace(tiny.model(), tokenizer=made, eos_token_ids=(tiny.NEVER,))
+
+
+@functools.cache
 def allowed(pattern: str, texts: tuple[str, ...], tokens: tuple[int, ...]) -> np.ndarray:
     """Returns which tokens may follow others, by `regex`, which can match beginnings.
 

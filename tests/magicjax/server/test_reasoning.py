@@ -143,7 +143,7 @@ def test_an_answer_without_thinking_is_content_at_once(client_of):
         ("tools", {}, ANALYSIS),
         ("tools", dict(extra_body={"min_tokens": 1}), ANALYSIS),  # calls are not constrained
         ("tools at once", {}, None),
-        ("tools at once", dict(tool_choice="required"), None),
+        ("tools", dict(tool_choice="required"), ANALYSIS),
     ],
 )
 def test_calls_after_reasoning(kind, options, reasoning, client_of):
@@ -162,9 +162,22 @@ def test_calls_after_reasoning(kind, options, reasoning, client_of):
     assert (thoughts or None, json.loads(arguments), content) == (reasoning, {"x": 1}, "")
 
 
-def test_what_a_grammar_constrains_is_content(client_of):
+@BOTH
+def test_a_grammar_constrains_the_content(kind, client_of):
     form = {"type": "regex", "regex": "[a-z]{3}"}
-    client = client_of("thinking in the prompt")
-    (choice,) = chat(client, extra_body={"response_format": form}).choices
+    client = client_of(kind)
+    options = dict(seed=1, extra_body={"response_format": form})  # of equally likely letters
+    (choice,) = chat(client, **options).choices
+    assert re.fullmatch("[a-z]{3}", choice.message.content) and choice.finish_reason == "stop"
+    assert reasoning_of(choice.message) == ANALYSIS
+    deltas = [chunk.choices[0].delta for chunk in chat(client, stream=True, **options)]
+    assert "".join(delta.content or "" for delta in deltas) == choice.message.content
+    assert "".join(reasoning_of(delta) or "" for delta in deltas) == ANALYSIS
+
+
+def test_a_grammar_constrains_all_text_without_thinking(client_of):
+    form = {"type": "regex", "regex": "[a-z]{3}"}
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    (choice,) = chat(client_of("thinking"), extra_body=off | {"response_format": form}).choices
     assert re.fullmatch("[a-z]{3}", choice.message.content)
     assert reasoning_of(choice.message) is None
