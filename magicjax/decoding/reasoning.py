@@ -183,7 +183,7 @@ def _channel_rules(tokens: Mapping[str, str]) -> str:
     channel, message = tokens[CHANNEL], tokens[MESSAGE]
     name = '("analysis" | "commentary")'
     other = f'{channel} {name} {message} TEXT {tokens[END]} {tokens[ROLE]} "assistant"'
-    return f'start: ({other})* {channel} "final" {message} @answer\nTEXT: /(?s:.*)/'
+    return f'start: ({other})* {channel} "final" {message} answer\nTEXT: /(?s:.*)/'
 
 
 def _thinking_rules(tokens: Mapping[str, str], inside: bool) -> str:
@@ -191,8 +191,8 @@ def _thinking_rules(tokens: Mapping[str, str], inside: bool) -> str:
     opened = "" if inside else tokens.get(THINK, "")
     begin = "" if inside or opened else THINK
     unspelled = f" | TEXT {tokens[END_THINK]}" if END_THINK in tokens else ""
-    start = "" if inside else "@answer | "
-    return f'''start: {start}{opened} (spelled{unspelled}) NEWLINES? @answer
+    start = "" if inside else "answer | "
+    return f'''start: {start}{opened} (spelled{unspelled}) NEWLINES? answer
 spelled[lazy]: /{begin}(?s:.*)/ "{END_THINK}"
 TEXT: /{begin}(?s:.*)/
 NEWLINES: /\\n{{1,2}}/'''

@@ -33,7 +33,7 @@ class Grammar:
     2 s of CPU or 1 GiB there is an error. It takes 0.1 s for a new grammar.
 
     Attributes:
-      text: the grammar in llguidance's variant of Lark, or several as llguidance's JSON.
+      text: the grammar in llguidance's variant of Lark.
       free_until: what ends free text at the beginning, such as the marker of a call; "": none.
     """
 
@@ -114,14 +114,17 @@ class Grammar:
         return _checked(cls(f"start: {rule}{OPTIONS}"), "the choice")
 
     def after(self, rules: str) -> "Grammar":
-        """Returns the grammar of Lark rules in which this one is `@answer`."""
-        grammars = {"lark_grammar": rules + OPTIONS}, {"name": "answer", "lark_grammar": self.text}
-        return Grammar(json.dumps({"grammars": grammars}))
+        """Returns the grammar of Lark rules in which the rule `answer` is this one."""
+        return Grammar(f"{rules}\nanswer: %lark {{\n{self.text}\n}}{OPTIONS}")
 
 
-def of_rules(text: str, untrusted: bool = False) -> Grammar:
-    """Returns the grammar of Lark rules without attributes that are not supported."""
-    return _checked(Grammar(text + OPTIONS), "the grammar", untrusted)
+def of_rules(text: str, untrusted: bool = False, answer: Grammar | None = None) -> Grammar:
+    """Returns the grammar of Lark rules without attributes that are not supported.
+
+    With `answer`, the rules have it as the rule `answer`.
+    """
+    made = Grammar(text + OPTIONS) if answer is None else answer.after(text)
+    return _checked(made, "the grammar", untrusted)
 
 
 def terminal(pattern: str) -> str:

@@ -293,7 +293,9 @@ def _params(
 ) -> SamplingParams:
     """Returns the parameters of a request, which the engine accepts."""
     config = served.config
-    grammar = _grammar(body, config) if tools is None else _grammar_of_tools(tools, body, config)
+    grammar = _grammar(body, config)
+    if tools is not None:
+        grammar = _grammar_of_tools(tools, grammar, body, config)
     try:
         params = SamplingParams(
             temperature=_temperature(body, config),
@@ -353,25 +355,29 @@ def _grammar(body: CompletionBody | ChatBody, config: EngineConfig) -> Grammar |
 
 
 def _grammar_of_tools(
-    tools: Tools, body: CompletionBody | ChatBody, config: EngineConfig
+    tools: Tools,
+    content: Grammar | None,
+    body: CompletionBody | ChatBody,
+    config: EngineConfig,
 ) -> Grammar | None:
     """Returns the grammar of texts that may call tools; None: it is not supported or required."""
     excluded = next((name for name in UNCONSTRAINED if getattr(body, name)), None)
-    if tools.must_match:
+    must_match = tools.must_match or content is not None
+    if must_match:
         _check_grammars(config, "tools")
     elif excluded or not config.grammars:
         return None
     if excluded:
         raise ApiError(
             400,
-            f"{excluded} may leave no token, as the tools constrain the text (tool_choice or "
-            f"strict): omit {excluded}",
+            f"{excluded} may leave no token, as the tools constrain the text (tool_choice, strict "
+            f"or response_format): omit {excluded}",
             param=excluded,
         )
     try:
-        return tools.grammar()
+        return tools.grammar(content)
     except (ValueError, ImportError) as error:
-        if not tools.must_match:
+        if not must_match:
             return None
         raise ApiError(400, str(error), param="tools") from error
 

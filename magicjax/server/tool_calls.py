@@ -87,40 +87,54 @@ class Tools:
         """Whether calls that their schemas do not constrain are an error."""
         return self.required or any(function.strict for function in self.functions)
 
-    def grammar(self) -> Grammar:
+    def grammar(self, content: Grammar | None = None) -> Grammar:
         """Returns the grammar of the texts.
+
+        Args:
+          content: what a text without calls matches; None: any text, also before calls.
 
         Raises:
           ValueError: the parameters of a function are not supported.
         """
+        content = None if self.required else content
         try:
-            made = of_rules(self._rules(), untrusted=True)
+            made = of_rules(self._rules(content is not None), untrusted=True, answer=content)
         except ValueError:
             for function in self.functions:
                 _check_parameters(function)  # with an error that names the function
             raise
-        free = self.format.begin if not self.required and self.format.end else ""
+        has_free_text = not self.required and content is None and self.format.end
+        free = self.format.begin if has_free_text else ""
         return dataclasses.replace(made, free_until=free)
 
-    def _rules(self) -> str:
-        """Returns the rules of the grammar."""
+    def _rules(self, has_answer: bool) -> str:
+        """Returns the rules of the grammar; with `has_answer`, those of other texts are given."""
         call = "call: " + " | ".join(
-            f"{_quoted(f'{{"name": "{function.name}", "{self.format.field}": ')} "
-            f"{_parameters(function)} {_quoted('}')}"
+            f"{self._header(function.name, has_answer)} {_parameters(function)} {_quoted('}')}"
             for function in self.functions
         )
         begin, end = _quoted(f"{self.format.begin}\n"), _quoted(f"\n{self.format.end}")
         if not self.format.end:
-            start = "call" if self.required else f"{terminal(NO_CALL)} | call"
+            others = "answer" if has_answer else terminal(NO_CALL)
+            start = "call" if self.required else f"{others} | call"
             return f"start: {start}\n{call}"
         more = f' ("\\n" {begin} call {end})*' if self.parallel else ""
         rules = [f"calls: call {end}{more}", call]
-        if self.required:
-            return "\n".join([f"start: {begin} calls", *rules])
+        if self.required or has_answer:
+            others = "answer | " if has_answer else ""
+            return "\n".join([f"start: {others}{begin} calls", *rules])
         # Free text up to the first marker; lazy, so that nothing else can follow a marker.
         head = f"head[lazy]: /(?s:.*)/ {_quoted(self.format.begin)}"
         start = r'start: TEXT | head "\n" calls'
         return "\n".join([start, "TEXT: /(?s:.*)/", head, *rules])
+
+    def _header(self, name: str, has_answer: bool) -> str:
+        """Returns what precedes the arguments of a call."""
+        if self.format.begin or not has_answer:
+            return _quoted(f'{{"name": "{name}", "{self.format.field}": ')
+        # An answer may begin with the same tokens of JSON: llguidance takes the longest one.
+        tokens = "{", '"name"', ":", f'"{name}"', ",", f'"{self.format.field}"', ":"
+        return ' " "? '.join(map(_quoted, tokens)) + ' " "?'
 
 
 def tools_of(body: ChatBody, tokenizer: Any, form: Format | None) -> Tools | None:
@@ -153,8 +167,6 @@ def tools_of(body: ChatBody, tokenizer: Any, form: Format | None) -> Tools | Non
             )
     if choice == "none":
         return None
-    if body.response_format is not None and body.response_format.type != "text":
-        _refuse("tools and response_format exclude each other: omit one, or use tool_choice=none")
     form = form or detected(chat_template(tokenizer))
     if form is None and not reads_variable(tokenizer, "tools"):
         _refuse(IGNORED)

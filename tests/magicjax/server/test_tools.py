@@ -26,6 +26,7 @@ from magicjax.server.protocol import Served
 from magicjax.server.responses import Texts
 from magicjax.server.tool_calls import FORMATS, HERMES, LLAMA3, CallParser, Tools
 from tests.magicjax import tiny
+from tests.magicjax.grammars import walks
 from tests.magicjax.grammars.walks import accepts
 from tests.magicjax.server import serving
 
@@ -198,6 +199,26 @@ def test_auto_text_is_content_or_calls(client):
     assert streamed == (answer or "")
 
 
+def test_content_beside_calls_matches_the_response_format(client, target):
+    schema = {"name": "light", "schema": SWITCH}
+    form = dict(response_format={"type": "json_schema", "json_schema": schema})
+    marker = target.tokenizer.convert_tokens_to_ids("<tool_call>")
+    for bias in (-100, 100):
+        options = dict(logit_bias={marker: bias}, temperature=1, seed=1, **form)
+        options |= dict(parallel_tool_calls=False)
+        message = chat(client, **options).choices[0].message
+        assert bool(message.tool_calls) == (message.content is None) == (bias > 0)
+        for call in message.tool_calls or ():
+            check_call(call)
+        if message.content:
+            jsonschema.validate(json.loads(message.content), SWITCH)
+        deltas = [chunk.choices[0].delta for chunk in chat(client, stream=True, **options)]
+        assert "".join(delta.content or "" for delta in deltas) == (message.content or "")
+        assert any(delta.tool_calls for delta in deltas) == (bias > 0)
+    (call,) = chat(client, tool_choice=named("turn-light"), **form).choices[0].message.tool_calls
+    check_call(call)
+
+
 def test_a_call_that_reaches_the_limit_is_partial(client):
     choice = named("get_weather")
     whole = chat(client, tool_choice=choice)
@@ -314,6 +335,29 @@ def test_any_text_is_split_the_same_in_pieces(parts):
     text = "".join(parts)
     for form in (HERMES, LLAMA3):
         assert parse(parts, form) == parse([text], form) == parse(text, form)
+
+
+NAMES = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+CONTENTS = {"switch": SWITCH, "city": CITY, "name": NAMES | {"additionalProperties": False}}
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("name", CONTENTS)
+def test_a_text_is_content_of_the_grammar_or_calls(form, name):
+    functions = [Function(name="f", parameters=SWITCH), Function(name="g", parameters=CITY)]
+    tools = Tools(form, [], functions, required=False, parallel=True)
+    content = Grammar.json_schema(CONTENTS[name])
+    required = dataclasses.replace(tools, required=True)
+    assert required.grammar(content) == required.grammar()
+    both = tools.grammar(content)
+    for grammar in (content, required.grammar()):
+        for text in walks.texts(grammar):
+            assert accepts(both, text)
+    for text in ('{"name": "f"}', '{"name":"f"}', '{"name": "fg"}', '{"name": "h"}', '{"on": 1}'):
+        assert accepts(both, text) == accepts(content, text)
+    header = f'{{"name": "f", "{form.field}": '
+    for text in ("Hi.", f"Hi.{form.begin}", header, f'{header}{{"city": "Rome"}}}}'):
+        assert not accepts(both, text)
 
 
 def test_without_parallel_calls_the_first_one_ends_the_text():
@@ -438,7 +482,19 @@ def with_template(target, template: str) -> magicjax.Model:
         (dict(tool_choice="any"), "tool_choice='any': it must be auto, none", "tool_choice"),
         (dict(tool_choice=named("f")), "use one of get_weather, turn-light", "tool_choice"),
         (dict(tools=[], tool_choice="required"), "requires tools: add them", "tool_choice"),
-        (dict(response_format={"type": "json_object"}), "exclude each other", "tools"),
+        (
+            dict(response_format={"type": "json_object"}, min_tokens=2),
+            "min_tokens may leave no token, as the tools constrain the text",
+            "min_tokens",
+        ),
+        (
+            dict(
+                response_format={"type": "json_object"},
+                tools=[function("f", parameters=UNSUPPORTED)],
+            ),
+            "tools: the function 'f': the JSON schema is not supported: ",
+            "tools",
+        ),
         (
             dict(tools=[function("f", parameters=UNSUPPORTED, strict=True)]),
             "tools: the function 'f': the JSON schema is not supported: ",
