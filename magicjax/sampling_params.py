@@ -49,6 +49,8 @@ class SamplingParams:
       min_tokens: new tokens before EOS and `stop_token_ids` are allowed; stop strings end the text
         even before.
       ignore_eos: EOS does not end the text.
+      thinking_token_budget: tokens of the reasoning between <think> and </think> after which the
+        next one is </think>; None for any number.
       stop: strings that end the text, which is cut before the first one. They may span
         tokens. Special tokens are found by their names. None for none.
       stop_token_ids: tokens that end the text beside EOS; their own text is left out. None for
@@ -81,6 +83,7 @@ class SamplingParams:
     max_tokens: int | None = 128
     min_tokens: int = 0
     ignore_eos: bool = False
+    thinking_token_budget: int | None = None
     stop: str | Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     grammar: Grammar | None = None
@@ -149,6 +152,8 @@ class SamplingParams:
             raise ValueError(
                 f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}: reduce it"
             )
+        if self.thinking_token_budget is not None:
+            check_whole("thinking_token_budget", self.thinking_token_budget, 0, hint="None for all")
         for name in ("ignore_eos", "speculative"):
             if not isinstance(value := getattr(self, name), bool):
                 raise TypeError(f"{name}={value!r}: it must be True or False")
@@ -161,10 +166,11 @@ class SamplingParams:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether there are biases, penalties or excluded tokens, the grammar aside."""
+        """Whether there are biases, penalties, excluded or forced tokens, the grammar aside."""
         penalties = self.repetition_penalty != 1, self.frequency_penalty, self.presence_penalty
         excluded = self.allowed_token_ids is not None, self.bad_words, self.min_tokens
-        return any((*penalties, self.logit_bias, *excluded))
+        is_forced = self.thinking_token_budget is not None
+        return any((*penalties, self.logit_bias, *excluded, is_forced))
 
     @property
     def greedy(self) -> bool:

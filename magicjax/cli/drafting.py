@@ -212,6 +212,12 @@ def add_sampling(parser: Any) -> None:
         help="new tokens before EOS and --stop-token-id are allowed; default: 0",
     )
     group.add_argument(
+        "--thinking-token-budget",
+        type=int,
+        metavar="N",
+        help="tokens of the reasoning after which the next one is </think>; default: any number",
+    )
+    group.add_argument(
         "--stop",
         action="append",
         default=[],
@@ -300,6 +306,7 @@ def sampling_params(
         bad_words=arguments.bad_words,
         min_tokens=arguments.min_tokens,
         ignore_eos=arguments.ignore_eos,
+        thinking_token_budget=arguments.thinking_token_budget,
         seed=arguments.seed,
         max_tokens=max_tokens,
         stop=arguments.stop,

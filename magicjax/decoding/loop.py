@@ -112,7 +112,7 @@ class Scored:
     """The target's pass over the nodes of a round.
 
     Attributes:
-      logits: [B, N, V], after the rows' processor.
+      logits: [B, N, V], after the rows' processor, except for the end of their reasoning.
       kv, queries, layer_inputs: of the nodes, as in `RoundOutcome`.
     """
 
@@ -238,6 +238,9 @@ def _prefilled(
         logits = logits_processor.process(processor, logits[:, None], *at)[:, 0]
     if rows.allowed is not None:
         logits = masking.mask(logits, rows.allowed, target.config.vocab_size, axis_names)
+    if processor is not None:
+        at = root, token_tree.ROOT_ONLY.array, emitted, axis_names
+        logits = logits_processor.end_reasoning(processor, logits[:, None], *at)[:, 0]
     if rows.sampling is None:
         first = collectives.argmax(logits, axis_names)
     else:
@@ -321,6 +324,9 @@ def verify_and_commit(
     """Returns the state after a round, whose accepted tokens are emitted."""
     proposal, logits = proposed.proposal, scored.logits
     with jax.named_scope("verify"):
+        if state.rows.processor is not None:
+            at = proposal.tokens, proposal.parents, state.emitted, target.split.axes
+            logits = logits_processor.end_reasoning(state.rows.processor, logits, *at)
         result = verify.verify_tree(
             settings.verifier,
             logits,

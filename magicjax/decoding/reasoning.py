@@ -6,6 +6,9 @@ from typing import Any
 
 from magicjax.decoding.token_bytes import special_tokens
 from magicjax.grammars.grammar import Grammar
+from magicjax.model import Model
+from magicjax.sampling_params import SamplingParams
+from magicjax.verification.logits_processor import NO_LIMIT, NO_TOKEN, ThinkingBudget
 
 # Special tokens of gpt-oss, before the role, the channel and the text of a message.
 ROLE, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
@@ -196,6 +199,31 @@ def _thinking_rules(tokens: Mapping[str, str], inside: bool) -> str:
 spelled[lazy]: /{begin}(?s:.*)/ "{END_THINK}"
 TEXT: /{begin}(?s:.*)/
 NEWLINES: /\\n{{1,2}}/'''
+
+
+def thinking_budget(target: Model, prompt: Sequence[int], params: SamplingParams) -> ThinkingBudget:
+    """Returns how many tokens the reasoning after a prompt may have.
+
+    Raises:
+      ValueError: there is a budget, and the target does not reason between two tokens.
+    """
+    if (budget := params.thinking_token_budget) is None:
+        return ThinkingBudget()
+    backend = getattr(target.tokenizer, "backend_tokenizer", None)
+    call = "" if params.grammar is None else params.grammar.free_until
+    tokens: list[int | None] = [None]
+    if backend is not None and END_THINK in chat_template(target.tokenizer):
+        tokens = [backend.token_to_id(marker) for marker in (THINK, END_THINK)]
+    if None in tokens:
+        raise ValueError(
+            f"thinking_token_budget={budget} requires a tokenizer with the tokens {THINK} and "
+            f"{END_THINK}, and a chat template that has {END_THINK}: omit it for the target "
+            f"{target.name!r}"
+        )
+    inside = _tail(backend, prompt).endswith(THINK)
+    end_of_call = backend.token_to_id(call) if call else None
+    markers = (*tokens, NO_TOKEN if end_of_call is None else end_of_call)
+    return ThinkingBudget(inside, min(budget + (not inside), NO_LIMIT), markers)
 
 
 def _tail(backend: Any, prompt: Sequence[int]) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Bool, Int, UInt32
 
+from magicjax.decoding.reasoning import thinking_budget
 from magicjax.decoding.validation import bad_sequences
 from magicjax.model import Model
 from magicjax.sampling_params import SamplingParams
@@ -106,8 +107,10 @@ def rows_of(
         row[: len(ids)] = ids
     processor = None
     if features.sequences is not None:
-        shapes = target.config.vocab_size, features.sequences
-        processor = logits_processor.rows_of(params, prompts, sequences, *shapes)
+        pairs = zip(prompts, params, strict=True)
+        budgets = [thinking_budget(target, prompt.tolist(), each) for prompt, each in pairs]
+        given = sequences, budgets, target.config.vocab_size, features.sequences
+        processor = logits_processor.rows_of(params, prompts, *given)
     return Rows(
         tokens=tokens,
         lengths=np.array([len(ids) for ids in prompts], np.int32),

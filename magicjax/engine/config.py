@@ -56,7 +56,7 @@ class EngineConfig:
       host_prefix_bytes: the most bytes of those that the device has no room for, in host memory.
       grammars: whether requests may have grammars, whose rounds are programs of their own.
       logits_processors: whether requests may have penalties, logit_bias, allowed_token_ids,
-        bad_words and min_tokens.
+        bad_words, min_tokens and thinking_token_budget.
       logprobs: the most alternatives whose log-probabilities a request may ask for, 0 to 20; None
         for no log-probabilities.
       backend: of attention and products, as for `magicjax.generate`.
@@ -136,8 +136,9 @@ class EngineConfig:
             )
         if params.changes_logits and not self.logits_processors:
             raise ValueError(
-                "penalties, logit_bias, allowed_token_ids, bad_words and min_tokens in an engine "
-                "without them: create the engine with logits_processors=True"
+                "penalties, logit_bias, allowed_token_ids, bad_words, min_tokens and "
+                "thinking_token_budget in an engine without them: create the engine with "
+                "logits_processors=True"
             )
         if (count := len(params.stop_token_ids)) > MAX_STOP_TOKENS:
             raise ValueError(

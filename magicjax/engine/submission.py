@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from magicjax.checks import check_real
 from magicjax.decoding.prompts import token_ids
+from magicjax.decoding.reasoning import thinking_budget
 from magicjax.decoding.text import matcher_of
 from magicjax.decoding.validation import bad_sequences, check_params, check_stop, check_token_ids
 from magicjax.engine.request import EngineRequest
@@ -51,6 +52,7 @@ def validated(
     check_stop(templates.row.target, [params])
     check_token_ids(templates.row.target, params)
     _check_bad_words(templates.row.target, params)
+    thinking_budget(templates.row.target, tokens.tolist(), params)
     now = time.monotonic()
     return EngineRequest(
         prompt=tokens,

@@ -121,6 +121,9 @@ class _Body(_Object):
         "characters",
     )
     min_tokens: int | None = Field(None, ge=0, lt=2**31, description="a whole number, 0 or more")
+    thinking_token_budget: int | None = Field(
+        None, ge=0, lt=2**31, description="a whole number, 0 or more"
+    )
     seed: int | None = Field(
         None, ge=-(2**63), lt=2**63, description="a whole number in the range of int64"
     )

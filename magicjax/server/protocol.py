@@ -310,6 +310,7 @@ def _params(
             bad_words=body.bad_words or (),
             min_tokens=body.min_tokens or 0,
             ignore_eos=bool(body.ignore_eos),
+            thinking_token_budget=body.thinking_token_budget,
             speculative=body.speculative is not False,
             seed=secrets.randbits(32) if body.seed is None else body.seed % 2**32,
             max_tokens=limit,

@@ -2,12 +2,13 @@
 
 Penalties and excluded words depend on the text so far, so each node of a tree has those of its own
 ancestors. As in vLLM, biases come first, then excluded tokens, then the repetition penalty, then
-the frequency and presence penalties.
+the frequency and presence penalties. The end of the reasoning is forced after the mask of a
+grammar.
 """
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,21 @@ from sharding.collectives import AxisNames
 NO_TOKEN = -1
 # Of an engine's requests. A word is two sequences: at the beginning of a text, and after a space.
 MAX_SEQUENCES, MAX_SEQUENCE = 64, 8
+NO_LIMIT = 2**31 - 1
+
+
+class ThinkingBudget(NamedTuple):
+    """How many tokens the reasoning of a text may have.
+
+    Attributes:
+      inside: whether the reasoning has begun; else, the first token may begin it.
+      limit: of the tokens of the text before its reasoning is ended; NO_LIMIT for none.
+      markers: the tokens that begin it, that end it, and that end it besides; NO_TOKEN for none.
+    """
+
+    inside: bool = False
+    limit: int = NO_LIMIT
+    markers: tuple[int, int, int] = (NO_TOKEN, NO_TOKEN, NO_TOKEN)
 
 
 @struct.dataclass
@@ -40,6 +56,9 @@ class LogitsProcessor:
       counts: int32 [B, V], how often the text has each token; the pending one is counted.
       sequences: int32 [B, W, L], excluded sequences of tokens, with NO_TOKEN before shorter ones.
       recent: int32 [B, L-1], the newest tokens of the text; NO_TOKEN before the first one.
+      thinking: bool [B], whether the text is within its reasoning.
+      thinking_limit: int32 [B], the tokens of the text after which the reasoning is ended.
+      markers: int32 [B, 3], of `ThinkingBudget`.
     """
 
     used: Bool[Any, "B"]
@@ -52,6 +71,9 @@ class LogitsProcessor:
     counts: Int[Any, "B V"]
     sequences: Int[Any, "B W L"]
     recent: Int[Any, "B M"]
+    thinking: Bool[Any, "B"]
+    thinking_limit: Int[Any, "B"]
+    markers: Int[Any, "B 3"]
 
 
 def process(
@@ -116,6 +138,40 @@ def process(
     return jax.lax.cond(rows.used.any(), processed, lambda logits: logits, logits)
 
 
+def end_reasoning(
+    rows: LogitsProcessor,
+    logits: Float[Array, "B N V"],
+    tokens: Int[Array, "B N"],
+    parents: token_tree.Parents,
+    emitted: Int[Array, "B"],
+    axis_names: AxisNames = (),
+) -> Float[Array, "B N V"]:
+    """Returns the logits, in which </think> is the only token where the reasoning has its limit.
+
+    Where </think> is excluded, they are unchanged. The arguments are those of `process`.
+    """
+    parents = jnp.broadcast_to(jnp.asarray(parents), tokens.shape)
+
+    def ended(logits):
+        ancestors = token_tree.ancestor_mask(parents).at[..., 0].set(False)
+        after_end = (ancestors & _ends_reasoning(rows, tokens)[:, None]).any(-1)
+        too_long = emitted[:, None] + token_tree.depths(parents) >= rows.thinking_limit[:, None]
+        first = collectives.axis_index(axis_names) * logits.shape[-1]
+        is_end = first + jnp.arange(logits.shape[-1]) == rows.markers[:, 1, None, None]
+        left = jnp.where(is_end, logits, -jnp.inf)
+        has_end = collectives.pmax(left.max(-1), axis_names) > -jnp.inf
+        must_end = rows.thinking[:, None] & ~after_end & too_long & has_end
+        return jnp.where(must_end[..., None], left, logits)
+
+    used = (rows.thinking_limit < NO_LIMIT).any()
+    return jax.lax.cond(used, ended, lambda logits: logits, logits)
+
+
+def _ends_reasoning(rows: LogitsProcessor, tokens: Int[Array, "B N"]) -> Bool[Array, "B N"]:
+    """Returns which tokens are markers that end the reasoning."""
+    return ((tokens[..., None] == rows.markers[:, None, 1:]) & (tokens[..., None] >= 0)).any(-1)
+
+
 def _completed(
     rows: LogitsProcessor,
     tokens: Int[Array, "B N"],
@@ -146,13 +202,22 @@ def with_tokens(
     counts = rows.counts.at[row, tokens].add(is_new.astype(jnp.int32), mode="drop")
     text = jnp.concatenate([rows.recent, tokens], 1)
     place = committed[:, None] + jnp.arange(rows.recent.shape[1])
-    return dataclasses.replace(rows, counts=counts, recent=jnp.take_along_axis(text, place, 1))
+    is_first = (rows.recent[:, -1] == NO_TOKEN) & (committed > 0)
+    begins = is_first & (tokens[:, 0] == rows.markers[:, 0])
+    ends = (is_new & _ends_reasoning(rows, tokens)).any(-1)
+    return dataclasses.replace(
+        rows,
+        counts=counts,
+        recent=jnp.take_along_axis(text, place, 1),
+        thinking=(rows.thinking | begins) & ~ends,
+    )
 
 
 def rows_of(
     params: Sequence[Any],
     prompts: Sequence[Int[np.ndarray, "T"]],
     sequences: Sequence[Sequence[Sequence[int]]],
+    budgets: Sequence[ThinkingBudget],
     vocab_size: int,
     shape: tuple[int, int] | None = None,
 ) -> LogitsProcessor:
@@ -162,6 +227,7 @@ def rows_of(
       params: `magicjax.SamplingParams` of the rows.
       prompts: of the rows.
       sequences: excluded sequences of tokens of each row.
+      budgets: of the rows' reasoning.
       vocab_size: V.
       shape: (W, L); None: as small as possible.
     """
@@ -197,4 +263,7 @@ def rows_of(
         counts=np.zeros(bias.shape, np.int32),
         sequences=table,
         recent=np.full((len(params), shape[1] - 1), NO_TOKEN, np.int32),
+        thinking=np.array([each.inside for each in budgets]),
+        thinking_limit=np.array([each.limit for each in budgets], np.int32),
+        markers=np.array([each.markers for each in budgets], np.int32),
     )

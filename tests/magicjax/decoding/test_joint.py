@@ -46,6 +46,8 @@ PROCESSED = dict(
     bad_words=("ab", "c"),
     min_tokens=2,
 )
+# PROMPT ends with the first marker of `MARKERS`, so it ends in reasoning.
+BUDGETED = dict(temperature=0.9, frequency_penalty=0.7, thinking_token_budget=2)
 PLAIN = dict(temperature=1.0)
 
 
@@ -252,6 +254,8 @@ def check(what: str, calls: int, settings: dict[str, float]) -> None:
     target = model(0, layers)
     if "bad_words" in settings:
         target = with_texts(target)
+    if "thinking_token_budget" in settings:
+        target = reasoning(target)
     counts = sampled(drafter, tree, calls, target, **settings, **options)
     p = p_value(counts, joint(tuple(settings.items()), layers))
     print(f"{what}, {settings}: p = {p:.3f}")
@@ -312,6 +316,12 @@ def with_texts(target: magicjax.Model) -> magicjax.Model:
     return dataclasses.replace(target, tokenizer=tokenizer)
 
 
+def reasoning(target: magicjax.Model) -> magicjax.Model:
+    tokenizer = spelled.tokenizer((spelled.END, "<think>", "</think>", "c", "d"))
+    tokenizer.chat_template = "{# </think> #}"
+    return dataclasses.replace(target, tokenizer=tokenizer)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tree", [PAIRS, DYNAMIC], ids=str)
 @pytest.mark.parametrize("rows", [4, 8])
@@ -337,6 +347,24 @@ PENALIZED = ("small, 2,2", "ensemble, dynamic", "prompt-lookup, naive", CASCADE,
 @pytest.mark.parametrize("what", quick(PENALIZED, "small, 2,2"))
 def test_sampled_texts_with_penalties_have_the_joint_distribution(what):
     check(what, ONE_CALL, PROCESSED)
+
+
+@pytest.mark.parametrize("what", quick(PENALIZED, "small, 2,2"))
+def test_sampled_texts_with_a_thinking_budget_have_the_joint_distribution(what):
+    check(what, ONE_CALL, BUDGETED)
+
+
+def test_a_thinking_budget_counted_at_the_root_only_is_detected(monkeypatch):
+    def of_root(parents):
+        return jnp.zeros(parents.shape, jnp.int32)
+
+    names = dict(vars(token_tree), depths=of_root)
+    monkeypatch.setattr(logits_processor, "token_tree", types.SimpleNamespace(**names))
+    monkeypatch.setattr(program_cache, "_compiled", {})
+    drafter, tree, _ = ALL["small, 2,2"]
+    settings = dict(temperature=1.0, thinking_token_budget=2)
+    counts = sampled(drafter, tree, ONE_CALL, reasoning(model(0)), **settings)
+    assert p_value(counts, joint((*settings.items(),))) < 1e-6
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from magicjax.decoding import program_cache
 from magicjax.sampling_params import SamplingParams
 from magicjax.trees import token_tree
 from magicjax.verification import logits_processor
+from magicjax.verification.logits_processor import ThinkingBudget
 from tests.magicjax import keywords, oracle, tiny
 from tests.magicjax.grammars import spelled
 from tests.magicjax.processing import processed
@@ -34,13 +35,18 @@ PARAMS["all"] = (
     PARAMS["repetition"] | PARAMS["frequency"] | PARAMS["presence"] | PARAMS["bias"]
 ) | (PARAMS["allowed"] | PARAMS["min_tokens"] | PARAMS["sequences"])
 PARENTS = np.array([-1, 0, 0, 1, 1, 3, 2, 5], np.int32)
+PATHS = token_tree.ancestor_mask(PARENTS)
 
 
 def rows_of(all_params, prompts) -> logits_processor.LogitsProcessor:
     given = [dict(each) for each in all_params]
     sequences = [each.pop("sequences", ()) for each in given]
     rows = logits_processor.rows_of(
-        [SamplingParams(**each, max_tokens=None) for each in given], prompts, sequences, VOCAB
+        [SamplingParams(**each, max_tokens=None) for each in given],
+        prompts,
+        sequences,
+        [ThinkingBudget()] * len(given),
+        VOCAB,
     )
     return jax.tree.map(jnp.asarray, dataclasses.replace(rows, used=np.ones(len(given), bool)))
 
@@ -59,11 +65,11 @@ def check_nodes(seed: int) -> None:
     nodes[:, 0] = [text[-1] for text in texts]
     logits = rng.normal(0, 2, (*nodes.shape, VOCAB)).astype(np.float32)
     emitted, eos = np.array([len(x) for x in texts]), np.full((len(cases), 1), EOS)
-    found = jax.jit(logits_processor.process)(rows, logits, nodes, PARENTS, emitted, eos)
-    mask = token_tree.ancestor_mask(PARENTS)
+    given = rows, logits, nodes, PARENTS, emitted, eos
+    found = jax.jit(lambda *given: logits_processor.process(*given))(*given)  # not cached
     for i, params in enumerate(cases):
         for n in range(len(PARENTS)):
-            path = [int(nodes[i, a]) for a in range(1, len(PARENTS)) if mask[n, a]]
+            path = [int(nodes[i, a]) for a in range(1, len(PARENTS)) if PATHS[n, a]]
             text = [*map(int, texts[i]), *path]
             expected = processed(logits[i, n], prompts[i], text, [EOS], **params)
             np.testing.assert_allclose(found[i, n], expected, rtol=1e-5, atol=1e-5)
@@ -84,7 +90,8 @@ def test_penalties_of_the_root_only_are_detected(monkeypatch):
 
 
 def test_rows_without_processors_keep_their_logits():
-    rows = logits_processor.rows_of([SamplingParams()] * 2, [np.arange(3)] * 2, [[], []], VOCAB)
+    of_rows = [SamplingParams()] * 2, [np.arange(3)] * 2, [[], []], [ThinkingBudget()] * 2
+    rows = logits_processor.rows_of(*of_rows, VOCAB)
     logits = np.random.default_rng(0).normal(size=(2, 8, VOCAB)).astype(np.float32)
     nodes = np.zeros((2, 8), np.int32)
     arguments = rows, logits, nodes, PARENTS, np.ones(2, int), np.full((2, 1), EOS)

@@ -112,6 +112,7 @@ def test_fields_become_parameters(path):
         ("stop_token_ids", [1] * 17, "it must be a list of at most 16 token ids"),
         ("bad_words", [""], "bad_words=['']: it must be a list of at most 16 strings"),
         ("min_tokens", -1, "min_tokens=-1: it must be a whole number, 0 or more"),
+        ("thinking_token_budget", -1, "thinking_token_budget=-1: it must be a whole number, 0"),
         ("min_tokens", 33, "min_tokens=33 exceeds max_tokens="),
         ("temprature", 1, "unknown field 'temprature'; did you mean 'temperature'?"),
         ("model", "gpt-9", "the model 'gpt-9' is not served here: use 'tiny'"),
@@ -321,7 +322,7 @@ def test_variables_that_cannot_be_passed_to_the_template_are_refused(name, reaso
 def test_fields_are_parameters_of_the_text():
     given = dict(min_p=0.1, repetition_penalty=1.2, frequency_penalty=-0.5, presence_penalty=2)
     given |= dict(allowed_token_ids=[3, 1], bad_words=["a"], min_tokens=4, ignore_eos=True)
-    given |= dict(speculative=False, stop_token_ids=[5, 2])
+    given |= dict(speculative=False, stop_token_ids=[5, 2], thinking_token_budget=7)
     for path in PARSERS:
         params = parse(path, max_tokens=8, **given, logit_bias={"7": -100, "3": 1.5}).params
         expected = SamplingParams(

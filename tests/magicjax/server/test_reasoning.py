@@ -5,6 +5,7 @@ import functools
 import json
 import re
 
+import openai
 import pytest
 
 from magicjax.decoding.prompts import chat_tokens
@@ -160,6 +161,21 @@ def test_calls_after_reasoning(kind, options, reasoning, client_of):
         assert not (thoughts and arguments and reasoning_of(delta))
         arguments += "".join(call.function.arguments for call in delta.tool_calls or ())
     assert (thoughts or None, json.loads(arguments), content) == (reasoning, {"x": 1}, "")
+
+
+@pytest.mark.parametrize("kind", [*KINDS][1:3])
+def test_a_budget_ends_the_reasoning(kind, client_of):
+    tokenizer = KINDS[kind][0]
+    begin = "" if kind == "thinking in the prompt" else "<think>\n"
+    tokens = tokenizer(f"{begin}{ANALYSIS}")["input_ids"][: 4 + bool(begin)]
+    (choice,) = chat(client_of(kind), extra_body={"thinking_token_budget": 4}).choices
+    begun = tokenizer.decode(tokens).removeprefix(begin)
+    assert begun and begun != ANALYSIS and reasoning_of(choice.message) == begun.rstrip("\n")
+
+
+def test_a_budget_of_a_model_without_thinking_is_refused(client_of):
+    with pytest.raises(openai.BadRequestError, match="requires a tokenizer with the tokens"):
+        chat(client_of("channels"), extra_body={"thinking_token_budget": 4})
 
 
 @BOTH
