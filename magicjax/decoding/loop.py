@@ -234,13 +234,13 @@ def _prefilled(
     if processor is not None:  # the text is empty: no token is at the root
         root = jnp.full_like(rows.lengths, logits_processor.NO_TOKEN)[:, None]
         emitted = jnp.zeros_like(rows.lengths)
-        at = root, token_tree.ROOT_ONLY.array, emitted, rows.eos, axis_names
-        logits = logits_processor.process(processor, logits[:, None], *at)[:, 0]
+        at = root, token_tree.ROOT_ONLY.array, emitted
+        ends = rows.eos, axis_names
+        logits = logits_processor.process(processor, logits[:, None], *at, *ends)[:, 0]
     if rows.allowed is not None:
         logits = masking.mask(logits, rows.allowed, target.config.vocab_size, axis_names)
     if processor is not None:
-        at = root, token_tree.ROOT_ONLY.array, emitted, axis_names
-        logits = logits_processor.end_reasoning(processor, logits[:, None], *at)[:, 0]
+        logits = logits_processor.end_reasoning(processor, logits[:, None], *at, axis_names)[:, 0]
     if rows.sampling is None:
         first = collectives.argmax(logits, axis_names)
     else:

@@ -176,6 +176,7 @@ class Text:
 
     def result(self, prompt_logprobs: LogProbs | None = None, stats: Any = None) -> Result:
         """Returns the result of a text that has ended; arguments as in `Result`."""
+        self.matcher = None  # not kept by those who keep texts
         text = reasoning = None
         if self._stream is not None:
             text, reasoning = self._stream.text, self._stream.reasoning

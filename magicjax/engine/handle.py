@@ -149,6 +149,7 @@ class Handle:
         """Ends the request, unless its text has ended; returns the result. For the engine."""
         if not self.text.finish_reason:
             self._add(self.text.finish(reason))
+        self.request = dataclasses.replace(self.request, matcher=None)
         self._result = self.text.result(self.prompt_logprobs, self._stats(now))
         return self._result
 

@@ -17,7 +17,7 @@ class EngineRequest:
       prompt: int32 [T].
       params: as submitted.
       max_tokens: the limit of new tokens, which fits the engine.
-      matcher: follows the text under its grammar; None for any text.
+      matcher: follows the text under its grammar; None for any text, and at the end.
       priority: requests of larger priority start first.
       submitted_s: when it was submitted, on the engine's clock.
       deadline_s: when it ends at the latest, on the same clock; None for no deadline.
