@@ -211,18 +211,17 @@ def thinking_budget(target: Model, prompt: Sequence[int], params: SamplingParams
         return ThinkingBudget()
     backend = getattr(target.tokenizer, "backend_tokenizer", None)
     call = "" if params.grammar is None else params.grammar.free_until
-    tokens: list[int | None] = [None]
+    begin = end = end_of_call = None
     if backend is not None and END_THINK in chat_template(target.tokenizer):
-        tokens = [backend.token_to_id(marker) for marker in (THINK, END_THINK)]
-    if None in tokens:
+        begin, end, end_of_call = map(backend.token_to_id, (THINK, END_THINK, call))
+    if backend is None or begin is None or end is None:
         raise ValueError(
             f"thinking_token_budget={budget} requires a tokenizer with the tokens {THINK} and "
             f"{END_THINK}, and a chat template that has {END_THINK}: omit it for the target "
             f"{target.name!r}"
         )
     inside = _tail(backend, prompt).endswith(THINK)
-    end_of_call = backend.token_to_id(call) if call else None
-    markers = (*tokens, NO_TOKEN if end_of_call is None else end_of_call)
+    markers = begin, end, NO_TOKEN if end_of_call is None else end_of_call
     return ThinkingBudget(inside, min(budget + (not inside), NO_LIMIT), markers)
 
 
