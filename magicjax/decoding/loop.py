@@ -38,6 +38,7 @@ from magicjax.verification.sampling import Purpose, Sampling, sample, uniforms, 
 from sharding import collectives
 
 ALL_ROUNDS = 2**31 - 1
+NAN = -1  # in place of a first token that NaN logits would choose
 
 
 @struct.dataclass
@@ -45,7 +46,7 @@ class Prefilled:
     """The results of prefill besides the target's cache.
 
     Attributes:
-      first: int32 [B], each row's first new token.
+      first: int32 [B], each row's first new token; NAN: its logits are NaN.
       stats: the target's attention over the prompts.
       logprobs: [B, 1], of the first tokens; None if they are not computed.
       processor: of the rows' logits, after the first tokens; None without.
@@ -68,7 +69,7 @@ class DecodeState:
       pending: int32 [B], the newest emitted token; its keys and values are in no cache yet.
       output: int32 [B, max_tokens + A], emitted tokens; undefined from `emitted` on.
       emitted: int32 [B], number of emitted tokens.
-      ended: bool [B].
+      ended: bool [B]; without EOS and before its limit, a row ends at a node with NaN logits.
       histogram: int32 [B, A], number of rounds of the row that accepted 0, 1, … A-1 drafted tokens.
       ranks: int32 [B, A, W], number of rounds whose path continued, at each depth, with a node's
         1st, 2nd, … W-th or later try; 0 at the last depth.
@@ -114,12 +115,14 @@ class Scored:
     Attributes:
       logits: [B, N, V], after the rows' processor, except for the end of their reasoning.
       kv, queries, layer_inputs: of the nodes, as in `RoundOutcome`.
+      is_nan: bool [B, N], whether the logits are NaN before they are processed.
     """
 
     logits: Float[Array, "B N V"]
     kv: Any
     queries: Any
     layer_inputs: Any
+    is_nan: Bool[Array, "B N"]
 
 
 def prefill(
@@ -198,13 +201,14 @@ def init_state(
     if drafter is not None:
         stats = prefilled.stats
         drafter_state = drafter.prefill(target, rows.tokens, cache, stats, settings, previous)
-    first, path = prefilled.first, settings.shape.depth + 1
+    is_nan, path = prefilled.first == NAN, settings.shape.depth + 1
+    first = jnp.where(is_nan, 0, prefilled.first)
     batch, slots = first.shape[0], settings.max_tokens + path
 
     def buffer(x):  # [B, 1, ...]
         return jnp.zeros((batch, slots, *x.shape[2:]), x.dtype).at[:, 0].set(x[:, 0])
 
-    emitted = jnp.ones(batch, jnp.int32)
+    emitted = jnp.where(is_nan, 0, 1).astype(jnp.int32)
     return DecodeState(
         rows=dataclasses.replace(rows.without_prompts(), processor=prefilled.processor),
         cache=cache,
@@ -212,7 +216,7 @@ def init_state(
         pending=first,
         output=buffer(first[:, None]),
         emitted=emitted,
-        ended=_is_eos(first[:, None], rows.eos)[:, 0] | (emitted >= rows.limits),
+        ended=is_nan | _is_eos(first[:, None], rows.eos)[:, 0] | (emitted >= rows.limits),
         histogram=jnp.zeros((batch, path), jnp.int32),
         ranks=jnp.zeros((batch, path, max(1, settings.shape.width)), jnp.int32),
         nodes=jnp.zeros(batch, jnp.int32),
@@ -231,6 +235,7 @@ def _prefilled(
 ) -> Prefilled:
     """Returns the first tokens, chosen from the hidden states of the prompts' last tokens."""
     logits, axis_names, processor = target.unembed(hidden), target.split.axes, rows.processor
+    is_nan = _gives_nan(hidden)
     if processor is not None:  # the text is empty: no token is at the root
         root = jnp.full_like(rows.lengths, logits_processor.NO_TOKEN)[:, None]
         emitted = jnp.zeros_like(rows.lengths)
@@ -246,7 +251,8 @@ def _prefilled(
     else:
         u = uniforms(rows.sampling.keys, rows.lengths, Purpose.TARGET)
         first = sample(warp(rows.sampling, logits, axis_names), u, axis_names)
-    first, logprobs = target.layout.broadcast_decision(first), None
+    first = target.layout.broadcast_decision(jnp.where(is_nan, NAN, first))
+    logprobs = None
     if settings.logprobs is not None:
         logprobs = log_probs(logits[:, None], first[:, None], settings.logprobs, axis_names)
     if processor is not None:
@@ -307,10 +313,11 @@ def score(
         hidden, aux, inputs = target(scored, positions, attend, spec.layer_inputs)
         kv, queries = zip(*aux, strict=True)
         logits = target.unembed(hidden)
+        is_nan = _gives_nan(hidden)
         if state.rows.processor is not None:
             at = proposal.tokens, proposal.parents, state.emitted, state.rows.eos, target.split.axes
             logits = logits_processor.process(state.rows.processor, logits, *at)
-        return Scored(logits, kv, queries, inputs)
+        return Scored(logits, kv, queries, inputs, is_nan)
 
 
 def verify_and_commit(
@@ -337,8 +344,11 @@ def verify_and_commit(
             target.split.axes,
         )
         result = target.layout.broadcast_decision(result)
+        is_nan = jnp.take_along_axis(scored.is_nan, result.path, 1)
         tokens = result.emitted(proposal.tokens)
         committed, ended = _truncate(tokens, result, state)
+        up_to_nan = jnp.where(is_nan.any(-1), is_nan.argmax(-1).astype(jnp.int32), committed)
+        committed, ended = jnp.minimum(committed, up_to_nan), ended | is_nan.any(-1)
         logprobs = None
         if settings.logprobs is not None:
             logprobs = _logprobs_if_wanted(settings, target, state, result, logits, tokens)
@@ -453,6 +463,11 @@ def _checked(proposed: Any, drafter: str, state: DecodeState) -> tuple[Proposal,
             "tokens that are not drawn at random `magicjax.trees.proposal.deterministic_draws`"
         )
     return proposed
+
+
+def _gives_nan(hidden: Float[Array, "*B E"]) -> Bool[Array, "*B"]:
+    """Returns where a hidden state gives NaN logits, without a pass over them."""
+    return ~jnp.isfinite(hidden).all(-1)
 
 
 def _is_eos(tokens: Int[Array, "B A"], eos: Int[Array, "B E"]) -> Bool[Array, "B A"]:

@@ -179,7 +179,7 @@ def run_rounds(
       decode: runs some rounds.
 
     Raises:
-      RuntimeError: a grammar exceeds its limits in the middle of a text.
+      RuntimeError: a grammar exceeds its limits in the middle of a text, or logits are NaN.
     """
     while True:
         state, pieces = _push(state, texts)
@@ -202,8 +202,7 @@ def _push(state: DecodeState, texts: Sequence[Text]) -> tuple[DecodeState, list[
         new = slice(0, emitted[row])
         pieces.append(text.push(output[row, new], logprobs and logprobs[row, new], ended[row]))
         if text.finish_reason == "error":
-            assert text.matcher is not None
-            raise RuntimeError(f"row {row}: the grammar cannot be followed: {text.matcher.error}")
+            raise RuntimeError(f"row {row}: {text.error}")
     finished = np.array([text.ended for text in texts])
     if (finished != ended).any():
         state = dataclasses.replace(state, ended=global_arrays.put(finished, state.ended.sharding))

@@ -15,7 +15,7 @@ from magicjax.sampling_params import SamplingParams
 from magicjax.verification.logprobs import LogProbs
 
 # Why a text ended: an EOS token, its limit of new tokens, a stop string or token, its caller, its
-# deadline, or a grammar that exceeds its limits in the middle of the text.
+# deadline, or an error: a grammar that exceeds its limits in the middle of the text, or NaN logits.
 FINISH_REASONS = ("eos", "length", "stop", "cancelled", "deadline", "error")
 
 
@@ -74,6 +74,7 @@ class Text:
       matcher: follows the text under its grammar; None for any text.
       emitted: the row's tokens so far, with those after a stop string.
       finish_reason: one of `FINISH_REASONS`; "" until the text ends.
+      error: what went wrong; "" if nothing did.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Text:
         """
         self._limit = limit
         self.prompt, self.params, self.matcher = prompt, params, matcher
-        self.emitted, self.finish_reason = 0, ""
+        self.emitted, self.finish_reason, self.error = 0, "", ""
         self._eos = frozenset(() if params.ignore_eos else eos)
         self._tokenizer, self._stream = tokenizer, None
         if getattr(tokenizer, "backend_tokenizer", None) is not None:
@@ -154,7 +155,8 @@ class Text:
     def _reason(self, ended: bool) -> str:
         """Returns why the text ends here; "" if it does not."""
         last = self._tokens[-1] if self._tokens else None
-        if self.matcher is not None and self.matcher.error:  # its masks allow EOS alone
+        if self.matcher is not None and (error := self.matcher.error):  # its masks allow EOS alone
+            self.error = f"the grammar cannot be followed: {error}"
             return "error"
         if self._stream is not None and self._stream.stopped:
             return "stop"
@@ -162,7 +164,15 @@ class Text:
             return ""
         if last in self.params.stop_token_ids:
             return "stop"
-        return "eos" if last in self._eos else "length"
+        if last in self._eos:
+            return "eos"
+        if self.emitted >= self._limit:
+            return "length"
+        self.error = (
+            f"after {self.emitted} new tokens the target's logits are NaN: load it with "
+            "dtype='float32' or 'bfloat16' if it has float16, which numbers above 65,504 exceed"
+        )
+        return "error"
 
     def finish(self, reason: str) -> NewTokens:
         """Ends the text, and returns what was held back of it."""

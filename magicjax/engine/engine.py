@@ -411,10 +411,13 @@ class Engine:
             row = dataclasses.replace(row, drafter=empty_drafter(self._templates))
         self._state = self._row(self._templates.slots).insert(self._state, row, slot)
         self._controller = self._controller.joined(slot, disabled)
-        self._store(Prefix(handle.request.prompt, row.cache, row.drafter))
-        ended, first, logprobs = global_arrays.fetch((row.ended, row.pending, row.logprobs))
+        fetched = row.ended, row.pending, row.logprobs, row.emitted
+        ended, first, logprobs, emitted = global_arrays.fetch(fetched)
+        if emitted[0]:  # else the cache has NaN
+            self._store(Prefix(handle.request.prompt, row.cache, row.drafter))
         self._ended[slot] = ended[0]
-        first = first[: handle.request.max_tokens]  # none, if the prompt alone is evaluated
+        # None, if the prompt alone is evaluated.
+        first = first[: min(emitted[0], handle.request.max_tokens)]
         self._deliver(handle, first, logprobs and logprobs[0], ended[0])
 
     def _would_disable(self, handle: Handle) -> bool:
@@ -434,8 +437,7 @@ class Engine:
         handle.deliver(tokens, logprobs, ended, time.monotonic())
         if reason := handle.text.finish_reason:
             if reason == "error":
-                error = handle.text.matcher and handle.text.matcher.error
-                logger.warning("a request ends: its grammar cannot be followed: %s", error)
+                logger.warning("a request ends: %s", handle.text.error)
             self._end(handle, reason)
 
     def _end(self, handle: Handle, reason: str) -> None:
@@ -448,7 +450,7 @@ class Engine:
         if slot is not None:
             self._ended_by_host |= not self._ended[slot]
             self._ended[slot] = True
-            if self._prefixes.max_entries:
+            if self._prefixes.max_entries and reason != "error":  # it may have NaN
                 cached = self._row(self._templates.row).extract(self._state, slot)
                 self._store(Prefix(text[:-1], *cached))  # the last token is pending
         elif (row := self._rows.pop(handle, None)) is not None:

@@ -84,6 +84,8 @@ class Job:
             if isinstance(event, ApiError):
                 raise event
             if isinstance(event.value, Result) and event.value.finish_reason == "error":
+                if self.generation.params.grammar is None:
+                    raise server_error("the model's logits are NaN")
                 raise ApiError(400, "the grammar of the request exceeds the limits of its parser")
             missing -= isinstance(event.value, Result)
             yield event
