@@ -6,14 +6,14 @@ a constant for starting and compiling: an order of magnitude.
 
 import dataclasses
 import functools
-from typing import Any
 
 from experiments.schema import grid
-from magicjax.drafters import SmallModel, spec
+from magicjax.decoding import footprint
+from magicjax.drafters import spec
 from magicjax.loading import skeleton
 from magicjax.prediction import cost_model
-from magicjax.prediction.cost_model import Device, Machine, Sizes, memory_bytes
-from magicjax.prediction.planner.candidates import TARGET_DRAFTERS, make_draft
+from magicjax.prediction.cost_model import Device, Machine, Sizes
+from magicjax.prediction.planner.candidates import model_sizes
 from pallas_kernels.benchmarks import bandwidth
 from sharding import MeshSize, parse_mesh
 
@@ -21,6 +21,8 @@ START_S = 20.0  # of each cell: imports, weights, compiling
 CPU_FLOPS = 1.6e11  # of prefill in float32 on two cores with AVX-512
 LINK = 1e10  # bytes per second between the devices of a CPU, and of its copies
 GPU = cost_model.find_device("h100")
+
+_skeleton = functools.cache(skeleton)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,17 +43,14 @@ def of(cell: grid.Cell, on_gpu: bool, chooses: bool) -> Estimate:
 
     `chooses` is whether the cell chooses the prompts of its group.
     """
-    load = functools.partial(skeleton, packed=cell.packed)
-    target = _sizes(cell.target, cell.dtype, packed=cell.packed, **cell.storage)
-    one, slots = Machine(GPU), cell.context + cell.new_tokens
-    num_bytes = memory_bytes(target, one, cell.batch, slots, target.kv_bytes)
+    load = functools.partial(_skeleton, dtype=cell.dtype, packed=cell.packed)
+    target, shape = load(cell.target, **cell.storage), (cell.batch, cell.context + cell.new_tokens)
+    num_bytes = footprint.of_models(target, None, *shape).resident
     for part in cell.drafts:
-        drafter = spec.from_spec(part, load)
-        if isinstance(drafter, TARGET_DRAFTERS | SmallModel):
-            draft = make_draft(drafter, target, cell.dtype)
-            shared = isinstance(drafter, TARGET_DRAFTERS)
-            num_bytes += draft.memory(one, cell.batch, slots, shared=shared)
-    return Estimate(num_bytes / 1e9, _seconds(cell, target, on_gpu, chooses))
+        drafter = spec.from_spec(part, load).for_target(target)
+        num_bytes += footprint.of_models(target, drafter, *shape).draft
+    sizes = model_sizes(target, cell.dtype)
+    return Estimate(num_bytes / 1e9, _seconds(cell, sizes, on_gpu, chooses))
 
 
 def _seconds(cell: grid.Cell, target: Sizes, on_gpu: bool, chooses: bool) -> float:
@@ -75,12 +74,6 @@ def _seconds(cell: grid.Cell, target: Sizes, on_gpu: bool, chooses: bool) -> flo
         batch += cell.candidates * (prefill + decode)
     traced = decode if cell.phases and cell.repeats else 0.0
     return START_S + cell.num_requests // cell.batch * batch + traced
-
-
-@functools.cache
-def _sizes(source: str, dtype: str, *, offload: bool, **options: Any) -> Sizes:
-    model = skeleton(source, dtype, offload=offload, **options)
-    return cost_model.sizes_of(model.config, dtype, source, offload, model.weights, model.kv_bits)
 
 
 @functools.cache

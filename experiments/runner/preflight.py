@@ -198,7 +198,7 @@ def _check_engines(
     if not cell.is_plain:
         rows = cell.slots // row.settings.groups + config.prefill_rows
         every_row = dataclasses.replace(plain_row, prompts=plain_row.prompts * rows)
-        available -= memory.count(every_row).cache
+        available -= memory.count(every_row).target_kv
     try:
         memory_check.check(row, config, available)
     except memory.OutOfMemoryError as error:

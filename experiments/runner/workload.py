@@ -24,15 +24,15 @@ from experiments.schema import grid, store
 from experiments.schema.grid import Cell, fingerprint, make_drafter, plain_of
 from magicjax import generation
 from magicjax.benchmarks import profile_phases
-from magicjax.decoding import memory, program_cache
+from magicjax.decoding import footprint, memory, program_cache
 from magicjax.decoding.paired_timing import PrefilledPrompts
 from magicjax.decoding.preparation import prepare
 from magicjax.decoding.request import Request, RequestOptions
 from magicjax.decoding.stats import acceptance
 from magicjax.files import locked, write_atomically
-from magicjax.loading import config_of, matrix_formats
+from magicjax.loading import skeleton
 from magicjax.parallel import offloading
-from magicjax.prediction import choosing, cost_model
+from magicjax.prediction import choosing
 from sharding import global_arrays
 
 MEMORY_SHARE = 0.7  # of a device's memory, for the weights of a model that reads a text
@@ -91,9 +91,8 @@ class Bench:
             stored_as = cell.storage if directory == cell.target else {}
             form = stored_as.get("weights")
             packed = cell.activations == "int8"
-            stored = matrix_formats(directory, form, cell.dtype, packed=packed)
-            sizes = cost_model.sizes_of(config_of(directory), cell.dtype, weights=stored)
-            needed = sizes.weight_bytes + sizes.itemsize * sizes.tables
+            model = skeleton(directory, cell.dtype, weights=form, packed=packed)
+            needed = footprint.of_models(model, None, rows=1, capacity=0).weights
             size = offloading.device_memory() or offloading.free_host_memory() or math.inf
             fits = needed < MEMORY_SHARE * size
             options = {"weights": form, "activations": cell.activations}

@@ -6,7 +6,6 @@ import of JAX would look for devices. Without the wheels, sizes are estimated fr
 """
 
 import argparse
-import bisect
 import dataclasses
 import importlib.metadata
 import json
@@ -21,6 +20,7 @@ from typing import Any
 import jax
 
 from magicjax.cli import options
+from magicjax.decoding.footprint import largest
 from magicjax.decoding.preparation import prefill_chunk
 from magicjax.drafters.sparse import BUDGET
 from magicjax.loading import matrix_formats
@@ -128,33 +128,38 @@ def run(arguments: argparse.Namespace) -> int:
 def summary(load: Any, counted: Any, compiled: dict | None, memory: int) -> dict[str, Any]:
     """Returns the report: bytes per device, communication, and the largest workload that fits.
 
-    `counted` are the `memory_estimate.Bytes` of the `aot_compile.Workload`, `compiled` is the
+    `counted` is the `memory_estimate.Estimate` of the `aot_compile.Workload`, `compiled` is the
     report of its compilation, and `memory` the bytes of a device.
     """
+    own, request = counted.footprint, counted.request
     temporary = {name: getattr(counted, name) for name in ("prefill", "init", "decode")}
     if compiled is not None:
         # Temporaries include streamed layers, which do not grow with the rows.
         temporary = {
-            name: max(0, program["temporary bytes"] - counted.streamed)
+            name: max(0, program["temporary bytes"] - own.streamed)
             for name, program in compiled.items()
         }
     weights = matrix_formats(load.target, load.weights, alike=load.offload or load.stage > 1)
     total = counted.resident + max(temporary.values())
     usable = int(USABLE * memory)
-    max_context = load.context + math.floor((usable - total) / counted.per_context_token)
+    max_context = largest(
+        range(1, counted.positions + 1),
+        usable,
+        lambda tokens: total + counted.growth(tokens - load.context),
+    )
     report = {
         "workload": dataclasses.asdict(load)
         | {
-            "backend": counted.backend,
-            "micro_batches": counted.micro_batches,
+            "backend": request.settings.backend or "xla",
+            "micro_batches": request.target.layout.micro_batches,
             "weights": str(weights) if weights else None,
         },
         "bytes on each device": {
-            "weights": counted.weights,
-            "draft weights": counted.draft_weights,
-            "two layers, streamed": counted.streamed,
-            "target KV": counted.target_kv,
-            "draft KV": counted.draft_kv,
+            "weights": own.weights,
+            "draft weights": own.draft_weights,
+            "two layers, streamed": own.streamed,
+            "target KV": own.target_kv,
+            "draft KV": own.draft_kv,
             "other state": counted.rest,
             **{f"temporaries of {name}": size for name, size in temporary.items()},
             "total": total,
@@ -166,7 +171,7 @@ def summary(load: Any, counted: Any, compiled: dict | None, memory: int) -> dict
         },
         "fits": total <= usable,
         "largest batch": max_rows(load, counted, temporary, usable),
-        "largest context": min(max(0, max_context), counted.positions),
+        "largest context": max_context,
     }
     if compiled is not None:
         report["programs"] = compiled
@@ -179,10 +184,10 @@ def max_rows(load: Any, counted: Any, temporary: dict[str, int], usable: int) ->
     Caches and the temporaries of a step are proportional to the rows; those of prefill to the
     tokens of a prefill step.
     """
-    requested = load.batch // load.data
-    per_row = (counted.target_kv + counted.draft_kv + counted.rest) / requested
+    requested, own = load.batch // load.data, counted.footprint
+    per_row = (own.target_kv + own.draft_kv + counted.rest) / requested
     longest = load.context - load.max_tokens
-    weights = counted.weights + counted.draft_weights + counted.streamed
+    weights = own.weights + own.draft_weights + own.streamed
 
     def needed(rows: int) -> int:
         tokens, requested_tokens = (n * min(prefill_chunk(n), longest) for n in (rows, requested))
@@ -191,7 +196,7 @@ def max_rows(load: Any, counted: Any, temporary: dict[str, int], usable: int) ->
         return math.ceil(weights + rows * per_row + max(step, prefill))
 
     rows = range(1, max(1, int(usable / per_row)) + 1)
-    return load.data * bisect.bisect_right(rows, usable, key=needed)
+    return load.data * largest(rows, usable, needed)
 
 
 def as_text(report: dict[str, Any], verbose: bool = False) -> str:
@@ -206,7 +211,7 @@ def as_text(report: dict[str, Any], verbose: bool = False) -> str:
     micro_batches = f", {load['micro_batches']} micro-batches" if mesh.stage > 1 else ""
     free = sizes["usable"] - sizes["total"]
     verdict = "fits" if report["fits"] else "DOES NOT FIT"
-    largest = (
+    limits = (
         f"largest batch at this context: about {report['largest batch']}; largest context at this "
         f"batch: about {report['largest context']}"
         if report["largest batch"]
@@ -215,7 +220,7 @@ def as_text(report: dict[str, Any], verbose: bool = False) -> str:
     )
     lines = [
         f"{verdict}: {abs(free) / GB:.3f} GB {'free' if free >= 0 else 'missing'} on each device",
-        largest,
+        limits,
         f"{load['target']}, {load['drafter'] or 'plain decoding'}, batch {load['batch']}, context "
         f"{load['context']}, {load['dtype']}, on {mesh.devices} x {load['device']} "
         f"({mesh}{micro_batches}), attention backend {load['backend']}"

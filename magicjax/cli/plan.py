@@ -18,7 +18,12 @@ from magicjax.parallel import offloading
 from magicjax.policies import StreamingLLM
 from magicjax.prediction import cost_model, planner
 from magicjax.prediction.planner import acceptance
-from magicjax.prediction.planner.candidates import make_candidate, model_sizes
+from magicjax.prediction.planner.candidates import (
+    footprint_on,
+    free_memory,
+    make_candidate,
+    model_sizes,
+)
 from magicjax.trees.token_tree import TokenTree, chain
 from sharding import abstract_mesh, parse_mesh
 
@@ -89,7 +94,7 @@ def run(arguments: argparse.Namespace) -> None:
     options.check_context(arguments.target, arguments.context)
     candidates, sources = candidates_of(arguments, model, machine)
     where = machine, arguments.batch, arguments.context
-    plan = planner.plan(target, candidates, *where)
+    plan = planner.plan(target, candidates, *where, free_memory(model, *where))
     best = next(candidate for candidate in candidates if candidate.name == plan.best.drafter)
     tree = plan.best.tree
     times = cost_model.sources(target, best.draft, *where, tree.num_nodes, tree.levels.shape[1])
@@ -136,9 +141,11 @@ def candidates_of(
     else:
         measured = [acceptance.from_text(source, drafter)]
     at_context = acceptance.at_context(measured, arguments.context)
-    load = functools.partial(skeleton, packed=_is_packed(arguments, machine))
+    packed = _is_packed(arguments, machine)
+    load = functools.partial(skeleton, dtype=target.dtype, packed=packed)
+    shape = arguments.batch, arguments.context
     candidates = [
-        candidate(name, table, target, machine, arguments.context, load)
+        candidate(name, table, target, machine, *shape, load)
         for name, (table, _) in at_context.items()
     ]
     return candidates, {name: measured_at for name, (_, measured_at) in at_context.items()}
@@ -149,6 +156,7 @@ def candidate(
     table: acceptance.Table,
     target: Model,
     machine: cost_model.Machine,
+    batch: int,
     context: int,
     load: Callable[..., Model],
 ) -> planner.Candidate:
@@ -157,6 +165,7 @@ def candidate(
     Args:
       target: a skeleton, as it will be loaded.
       machine: divides the target.
+      batch, context: B, and the tokens of each row's cache.
       load: of small models.
 
     Raises:
@@ -167,11 +176,12 @@ def candidate(
     # A small model that streams may read longer texts, with sink_positions=in_cache.
     streams = isinstance(getattr(drafter, "policy", None), StreamingLLM)
     drafter.check(target, chain(1), 1, 0 if streams else context)
-    mesh = abstract_mesh(machine.data, machine.model)
-    for model in filter(None, (target, getattr(drafter.for_target(target), "blocks", None))):
+    mesh, prepared = abstract_mesh(machine.data, machine.model), drafter.for_target(target)
+    for model in filter(None, (target, getattr(prepared, "blocks", None))):
         placement.parameter_shardings(model.module, None, mesh)
-    dtype = str(target.dtype)
-    made = make_candidate(drafter, model_sizes(target, dtype), dtype, table.tolist())
+    dtype, rates = str(target.dtype), table.tolist()
+    memory = footprint_on(machine, target, prepared, batch, context).draft
+    made = make_candidate(drafter, model_sizes(target, dtype), dtype, rates, memory=memory)
     return dataclasses.replace(made, name=name)
 
 

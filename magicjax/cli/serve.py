@@ -289,7 +289,7 @@ def run(arguments: argparse.Namespace) -> int:
         _note(
             f"serving {name} at {url} with {options.counted(engine.config.slots, 'slot')} of "
             f"{engine.config.capacity:,} tokens in {served.target.dtype.name}, drafter "
-            f"{' + '.join(drafters) or options.NONE}; memory{per_device}: {memory.count(rows)}"
+            f"{' + '.join(drafters) or options.NONE}; memory{per_device}: {memory.describe(rows)}"
         )
         return serve(app, worker, bound, limits)
 

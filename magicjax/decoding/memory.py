@@ -4,9 +4,7 @@ Weights and KV caches count, and temporaries of the programs do not: a request t
 cannot run, and one that passes can still run out of memory.
 """
 
-import bisect
 import contextlib
-import dataclasses
 import functools
 import gc
 from collections.abc import Callable, Iterator
@@ -14,11 +12,12 @@ from collections.abc import Callable, Iterator
 import jax
 from jax.sharding import Mesh
 
-from magicjax import placement
+from magicjax.decoding import footprint
+from magicjax.decoding.footprint import Footprint
 from magicjax.decoding.request import Request
 from magicjax.model import CAPACITY_MULTIPLE, Model
 from magicjax.parallel import offloading
-from sharding import STAGE, AnyMesh, array_bytes, part_bytes
+from sharding import AnyMesh
 
 GB = 1e9
 MANY_ROWS = 2**14  # fewer prompts are read in less than a second
@@ -26,30 +25,6 @@ MANY_ROWS = 2**14  # fewer prompts are read in less than a second
 
 class OutOfMemoryError(ValueError):
     """A request needs more memory than there is; the message has sizes, limit and remedy."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Counted:
-    """Bytes of a request on each device.
-
-    Attributes:
-      weights: of the target; without the blocks of an offloaded one, but with two layers of them.
-      cache: the target's KV cache.
-      drafter: KV caches and weights of the drafter.
-      loaded: whether the weights are allocated already.
-    """
-
-    weights: float
-    cache: float
-    drafter: float
-    loaded: bool
-
-    def __str__(self) -> str:
-        loaded = ", loaded" if self.loaded else ""
-        return (
-            f"target's weights {_gb(self.weights)}{loaded}, its KV cache {_gb(self.cache)}, the "
-            f"drafter's weights and KV caches {_gb(self.drafter)}"
-        )
 
 
 def check(request: Request, available: float | None = None) -> None:
@@ -77,7 +52,7 @@ def check_workload(
       remedy: of available bytes; what fits them.
       available: as for `check`.
     """
-    needed = new_bytes(request)
+    needed = count(request).new
     where = request.target, request.settings.mesh
     limit = free_memory(*where) if available is None else available
     if limit is None or needed <= limit:
@@ -93,7 +68,7 @@ def check_workload(
             use = f"use {' or '.join(fitting)}, or more devices"
         raise OutOfMemoryError(
             f"{workload} needs {_gb(needed)} of memory{each}, and {_gb(limit)} are available "
-            f"({count(request)}): {use}"
+            f"({describe(request)}): {use}"
         )
 
 
@@ -124,20 +99,34 @@ def explained(request: Request) -> Iterator[None]:
         if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise OutOfMemoryError(
-            f"out of memory: {_workload(request)} has {count(request)}, and temporary arrays "
+            f"out of memory: {_workload(request)} has {describe(request)}, and temporary arrays "
             "besides: use fewer rows (batch) or fewer tokens per row (context and new tokens)"
         ) from error
 
 
-def count(request: Request) -> Counted:
-    """Returns the bytes of a request on each device."""
-    target, drafts = request.target, placement.models_of(request.drafter)
-    weights, *draft_weights = (
-        _weight_bytes(model, request) + _streamed_bytes(model, request)
-        for model in (target, *drafts)
+def count(request: Request, rows: int | None = None, capacity: int | None = None) -> Footprint:
+    """Returns the footprint of a request.
+
+    Args:
+      request: on its devices, or with models without parameters.
+      rows: of the whole batch; None: those of the request.
+      capacity: slots of a row; None: those of the request.
+    """
+    settings = request.settings
+    rows = rows or len(request.prompts)
+    if not settings.replicated_rows:
+        rows = -(-rows // settings.groups)
+    shape = rows, capacity or settings.capacity
+    return footprint.of_models(request.target, request.drafter, *shape, settings.mesh)
+
+
+def describe(request: Request) -> str:
+    """Returns the sizes of a request's footprint in words."""
+    counted, loaded = count(request), ", loaded" if request.target.params is not None else ""
+    return (
+        f"target's weights {_gb(counted.weights + counted.streamed)}{loaded}, its KV cache "
+        f"{_gb(counted.target_kv)}, the drafter's weights and KV caches {_gb(counted.draft)}"
     )
-    cache, draft_cache = _cache_bytes(request, len(request.prompts), request.settings.capacity)
-    return Counted(weights, cache, sum(draft_weights) + draft_cache, target.params is not None)
 
 
 def free_memory(target: Model, mesh: AnyMesh | None) -> float | None:
@@ -161,66 +150,13 @@ def free_memory(target: Model, mesh: AnyMesh | None) -> float | None:
     return min(each["bytes_limit"] - each["bytes_in_use"] for each in stats)
 
 
-def new_bytes(request: Request, batch: int | None = None, capacity: int | None = None) -> float:
-    """Returns the bytes to allocate on each device, with another batch or capacity."""
-    batch, capacity = batch or len(request.prompts), capacity or request.settings.capacity
-    models = (request.target, *placement.models_of(request.drafter))
-    weights = sum(_weight_bytes(model, request) for model in models if model.params is None)
-    streamed = sum(_streamed_bytes(model, request) for model in models)
-    return weights + streamed + sum(_cache_bytes(request, batch, capacity))
-
-
-def _cache_bytes(request: Request, batch: int, capacity: int) -> tuple[float, float]:
-    """Returns the bytes of the KV caches of (target, drafter) on each device."""
-    target, settings = request.target, request.settings
-    rows = batch if settings.replicated_rows else -(-batch // settings.groups)
-    cache = target.kv_bytes(rows, capacity) / _parts(target, target, request, "kv_shards")
-    draft_cache = 0.0
-    for member in () if request.drafter is None else request.drafter.members():
-        model = next(iter(placement.models_of(member)), target)
-        size = member.cache_bytes(target, rows, capacity)
-        draft_cache += size / _parts(model, target, request, "kv_shards")
-    return cache, draft_cache
-
-
-def _weight_bytes(model: Model, request: Request) -> float:
-    """Returns the bytes of a model's weights on each device, without those that are streamed."""
-    if model.params is not None:
-        return part_bytes(model.params)
-    leaves = jax.tree.leaves(model.layout.abstract_params(model.module))
-    size = sum(array_bytes(leaf.shape, leaf.dtype) for leaf in leaves)
-    return size / _parts(model, request.target, request, "shards")
-
-
-def _streamed_bytes(model: Model, request: Request) -> float:
-    """Returns the bytes of two layers of an offloaded model on each device; 0 for other models."""
-    blocks = part_bytes(model.layout)
-    if model.params is None:  # shapes of the whole blocks
-        blocks //= _parts(model, request.target, request, "shards")
-    return offloading.two_layers(blocks, model.config.num_layers)
-
-
-def _parts(model: Model, target: Model, request: Request, kind: str) -> int:
-    """Returns the number of devices over which a model's `kind`, with all rows, is divided."""
-    mesh = request.settings.mesh
-    if mesh is None:
-        return 1
-    stages = mesh.shape[STAGE] if model is target else 1  # a draft model is on every stage
-    return stages * getattr(placement.split_of(model.config, model.shards, mesh), kind)
-
-
 def _remedy(request: Request, limit: float) -> list[str]:
     """Returns the largest batch and the longest context that fit."""
-    batch, settings = len(request.prompts), request.settings
-    groups = settings.groups
-    rows = groups * bisect.bisect_right(
-        range(groups, batch, groups), limit, key=lambda n: new_bytes(request, n)
-    )
-    slots = CAPACITY_MULTIPLE * bisect.bisect_right(
-        range(CAPACITY_MULTIPLE, settings.capacity, CAPACITY_MULTIPLE),
-        limit,
-        key=lambda n: new_bytes(request, capacity=n),
-    )
+    settings, groups = request.settings, request.settings.groups
+    batches = range(groups, len(request.prompts), groups)
+    rows = footprint.largest(batches, limit, lambda n: count(request, n).new)
+    capacities = range(CAPACITY_MULTIPLE, settings.capacity, CAPACITY_MULTIPLE)
+    slots = footprint.largest(capacities, limit, lambda n: count(request, capacity=n).new)
     tokens = slots - (settings.capacity - _tokens(request))
     fitting = [f"at most {rows} rows of this length (batch)"] if rows else []
     return fitting + (

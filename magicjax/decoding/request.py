@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from magicjax.decoding.footprint import kv_bytes
 from magicjax.decoding.rows import Rows
 from magicjax.drafters import Drafter
 from magicjax.model import Model
@@ -76,8 +77,5 @@ class Request:
     @property
     def kv_bytes(self) -> tuple[int, int]:
         """Bytes of the KV caches of (target, drafter); nothing is allocated."""
-        batch, capacity = len(self.prompts), self.settings.capacity
-        draft = 0
-        if self.drafter is not None:
-            draft = self.drafter.cache_bytes(self.target, batch, capacity)
-        return self.target.kv_bytes(batch, capacity), draft
+        shape = len(self.prompts), self.settings.capacity
+        return kv_bytes(self.target, self.drafter, *shape)

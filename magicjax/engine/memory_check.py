@@ -1,9 +1,8 @@
 """The memory of an engine, compared with what is free before its caches are allocated."""
 
-import bisect
 import dataclasses
 
-from magicjax.decoding import memory
+from magicjax.decoding import footprint, memory
 from magicjax.decoding.request import Request
 from magicjax.engine.config import EngineConfig
 from magicjax.model import CAPACITY_MULTIPLE
@@ -33,7 +32,8 @@ def proportionate_slots(row: Request, config: EngineConfig) -> int:
 
     The configuration's slots are halved until they do, or 1 is left.
     """
-    limit = max(memory.count(row).weights, SMALL_BYTES)
+    counted = memory.count(row)
+    limit = max(counted.weights + counted.streamed, SMALL_BYTES)
     slots = config.slots
     while slots > 1:
         rows = all_rows(row, dataclasses.replace(config, slots=slots))
@@ -86,13 +86,12 @@ def check(row: Request, config: EngineConfig, available: float | None = None) ->
         settings = dataclasses.replace(row.settings, capacity=row_slots)
         sized = dataclasses.replace(row, settings=settings)
         other_rows = prefills + num_prefixes(sized, config)
-        return memory.new_bytes(sized, slots // groups + other_rows)
+        return memory.count(sized, slots // groups + other_rows).new
 
     def remedy(limit: float) -> list[str]:
         fitting = []
-        most_rows = bisect.bisect_right(
-            range(1, rows + 1), limit, key=lambda n: memory.new_bytes(row, n)
-        )
+        counts = range(1, rows + 1)
+        most_rows = footprint.largest(counts, limit, lambda n: memory.count(row, n).new)
         if (most_slots := most_rows - prefills - prefixes) > 0:
             fitting.append(f"slots={most_slots * groups}")
         row_slots = row.settings.capacity

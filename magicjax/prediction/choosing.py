@@ -27,6 +27,7 @@ from magicjax.decoding.memory import OutOfMemoryError
 from magicjax.decoding.output import (
     Call,
     Output,
+    decode,
     log_request,
     output_of,
     run_adaptive,
@@ -436,12 +437,12 @@ def _rounds_of(
         rows = dataclasses.replace(request.rows, sampling=dataclasses.replace(sampling, keys=keys))
         request = dataclasses.replace(request, rows=rows)
         decoder = dataclasses.replace(decoder, request=request)
-    state = prefilled.start(decoder)
+    state, texts = prefilled.start(decoder), texts_of(request)
     times: list[float] = []
     for _ in range(TRIAL_ROUNDS // CALL_ROUNDS):
         if state.ended.all():
             break
-        state = decoder.decode(state, CALL_ROUNDS)
+        state = decode(decoder, state, texts, CALL_ROUNDS)
         times.append(decoder.clock.newest_s / int(state.rounds))
     counts = jax.device_get((state.emitted, state.histogram, state.ranks, state.nodes))
     seconds = statistics.median(times[1:] or times or [0.0])

@@ -1,19 +1,15 @@
 """Estimates the memory of a workload on each device from shapes, without compilation."""
 
 import dataclasses
-from typing import Any
-
-import jax
 
 from magicjax import placement
+from magicjax.decoding import memory
 from magicjax.decoding.decoder import Decoder
+from magicjax.decoding.footprint import Footprint
 from magicjax.decoding.request import Request
 from magicjax.drafters import SmallModel
-from magicjax.kv_cache.full_cache import KVCache
-from magicjax.kv_cache.pages import PageBounds
 from magicjax.model import Model
-from magicjax.parallel import offloading
-from magicjax.prediction.aot.aot_compile import Workload, abstract_request, all_caches
+from magicjax.prediction.aot.aot_compile import Workload, abstract_request
 from pallas_kernels.xla import BLOCK
 from sharding import abstract_mesh, part_bytes
 
@@ -22,100 +18,68 @@ SCORES = 8  # simultaneously live score arrays of the `xla` backend (measured: 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Bytes:
-    """Bytes on each device.
+class Estimate:
+    """Bytes of a workload on each device.
 
     Attributes:
-      weights, draft_weights: of the target and of draft models; an offloaded target without blocks.
-      streamed: two layers of an offloaded target, the current and the next.
-      host: of its blocks, in host memory.
-      target_kv, draft_kv: caches.
+      request: of the workload; its arrays are shapes.
+      footprint: of weights and KV caches.
       rest: prompts, outputs, counters, and other state of drafters.
+      host: of an offloaded target's blocks, in host memory.
       prefill, init, decode: temporaries of the programs, a lower bound without XLA's copies. In
         `init` draft models read the prompts; one with a sparse cache fills a full one first.
-      per_context_token: additional bytes per token of context.
       positions: the longest context that all models accept.
-      micro_batches: number of parts of the rows in the pipeline stages.
-      backend: of attention.
     """
 
-    weights: int
-    draft_weights: int
-    streamed: int
-    host: int
-    target_kv: int
-    draft_kv: int
+    request: Request
+    footprint: Footprint
     rest: int
+    host: int
     prefill: int
     init: int
     decode: int
-    per_context_token: float
     positions: int
-    micro_batches: int
-    backend: str
 
     @property
     def resident(self) -> int:
         """Bytes that are always allocated."""
-        weights = self.weights + self.draft_weights + self.streamed
-        return weights + self.target_kv + self.draft_kv + self.rest
+        return self.footprint.resident + self.rest
+
+    def growth(self, tokens: int) -> int:
+        """Returns the additional bytes if the context has so many more tokens; negative: fewer."""
+        capacity = self.request.settings.capacity
+        before, after = (
+            memory.count(self.request, capacity=n).resident + _full_prefill_bytes(self.request, n)
+            for n in (capacity, capacity + tokens)
+        )
+        return after - before
 
 
-def count(load: Workload) -> Bytes:
+def count(load: Workload) -> Estimate:
     """Returns the bytes of a workload.
 
     Raises:
       ValueError: as for `abstract_request`.
     """
     request = abstract_request(load, abstract_mesh(*load.mesh_size))
-    state = Decoder(request).state_shapes()
-    drafts = placement.models_of(request.drafter)
-    target_kv = part_bytes((state.cache.k, state.cache.v))
-    caches = all_caches(state)[1:]
-    bounds = part_bytes(_page_bounds(state.drafter))
-    draft_kv = bounds + sum(part_bytes((cache.k, cache.v)) for cache in caches)
-    # Full caches and bounds of their pages grow with the context, sparse ones do not.
-    full = [cache for cache in caches if isinstance(cache, KVCache)]
-    small_models = _small_models(request)
-    full_prefill = sum(_full_prefill_bytes(small, request) for small in small_models)
-    growing = target_kv + bounds + full_prefill
-    growing += sum(part_bytes((cache.k, cache.v)) for cache in full)
+    counted, target = memory.count(request), request.target
+    state = part_bytes(Decoder(request).state_shapes())
     prompts = part_bytes((request.rows.tokens, request.rows.lengths, request.rows.limits))
     rows, nodes = local_rows(request), request.settings.shape.num_nodes
     tokens = rows * request.settings.chunk
-    host = part_bytes(request.target.layout)
-    return Bytes(
-        weights=part_bytes(request.target.params),
-        draft_weights=sum(part_bytes(draft.params) for draft in drafts),
-        streamed=offloading.two_layers(host, request.target.config.num_layers),
-        host=host,
-        target_kv=target_kv,
-        draft_kv=draft_kv,
-        rest=part_bytes(state) - target_kv - draft_kv + prompts,
-        prefill=_activations(request.target, request, tokens, 1),
-        init=full_prefill
-        + max((_activations(small.model, request, tokens, 1) for small in small_models), default=0),
-        decode=_activations(request.target, request, rows * nodes, nodes),
-        per_context_token=growing / request.settings.capacity,
-        positions=min(
-            model.config.max_positions
-            for model in (
-                request.target,
-                *(small.model for small in small_models if small.sink_positions == "text"),
-            )
-        ),
-        micro_batches=request.target.layout.micro_batches,
-        backend=request.settings.backend or "xla",
+    drafts = [small.model for small in _small_models(request)]
+    reading = max((_activations(draft, request, tokens, 1) for draft in drafts), default=0)
+    limited = [small.model for small in _small_models(request) if small.sink_positions == "text"]
+    return Estimate(
+        request=request,
+        footprint=counted,
+        rest=state - counted.target_kv - counted.draft_kv + prompts,
+        host=part_bytes(target.layout),
+        prefill=_activations(target, request, tokens, 1),
+        init=_full_prefill_bytes(request, request.settings.capacity) + reading,
+        decode=_activations(target, request, rows * nodes, nodes),
+        positions=min(model.config.max_positions for model in (target, *limited)),
     )
-
-
-def _page_bounds(state: Any) -> list[PageBounds]:
-    """Returns the bounds of pages in the state of a drafter."""
-
-    def is_bounds(x: Any) -> bool:
-        return isinstance(x, PageBounds)
-
-    return list(filter(is_bounds, jax.tree.leaves(state, is_leaf=is_bounds)))
 
 
 def local_rows(request: Request) -> int:
@@ -128,14 +92,15 @@ def _small_models(request: Request) -> list[SmallModel]:
     return [drafter for drafter in members if isinstance(drafter, SmallModel)]
 
 
-def _full_prefill_bytes(small: SmallModel, request: Request) -> int:
-    """Returns the bytes of the full cache that a draft with a sparse cache fills first."""
-    if small.sparse is None or small.sink_positions != "text":
-        return 0
-    mesh, draft = request.settings.mesh, small.model
+def _full_prefill_bytes(request: Request, capacity: int) -> int:
+    """Returns the bytes of the full caches that drafts with a sparse cache fill first."""
+    mesh, size = request.settings.mesh, 0
     assert mesh is not None  # `abstract_request` sets it
-    split = placement.split_of(draft.config, draft.shards, mesh)
-    return draft.kv_bytes(local_rows(request), request.settings.capacity) // split.kv_shards
+    for small in _small_models(request):
+        if small.sparse is not None and small.sink_positions == "text":
+            split = placement.split_of(small.model.config, small.model.shards, mesh)
+            size += small.model.kv_bytes(local_rows(request), capacity) // split.kv_shards
+    return size
 
 
 def _activations(model: Model, request: Request, tokens: int, logits: int) -> int:

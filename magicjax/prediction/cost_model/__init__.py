@@ -28,7 +28,6 @@ from magicjax.prediction.cost_model.work import (
     Sizes,
     check_heads,
     kv_shards,
-    memory_bytes,
     pass_parts,
     sizes_of,
 )

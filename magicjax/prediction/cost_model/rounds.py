@@ -16,7 +16,6 @@ from magicjax.prediction.cost_model.work import (
     Sizes,
     divides,
     kv_shards,
-    memory_bytes,
     pass_parts,
 )
 
@@ -33,7 +32,6 @@ class Draft:
       sizes: of the model; None for prompt lookup, which takes no time.
       budget: slots of its cache per layer and KV head; None for the whole context.
       bits: per element of the cache, 8 or 4; None for the model's dtype.
-      copied: whether self-speculation drafts with a quantized copy of the target's blocks.
       page_size: slots of a page, if it reads `budget` slots of the target's cache, gathered by
         page; None for a cache of its own.
       every: rounds between two choices of the pages.
@@ -42,7 +40,6 @@ class Draft:
     sizes: Sizes | None
     budget: int | None = None
     bits: int | None = None
-    copied: bool = False
     page_size: int | None = None
     every: int = 1
 
@@ -69,30 +66,6 @@ class Draft:
         if divides(self.sizes, machine.model):
             return machine
         return dataclasses.replace(machine, model=math.gcd(self.sizes.num_kv_heads, machine.model))
-
-    def memory(self, machine: Machine, batch: int, context: int, shared: bool) -> float:
-        """Returns the bytes of weights and cache on each device, besides the target's.
-
-        Args:
-          machine: of the target.
-          batch, context: B, and the tokens of a row.
-          shared: whether it is the target itself, whose weights, and without a budget whose cache,
-            are already there.
-        """
-        if self.sizes is None:
-            return 0.0
-        sizes = self.sizes
-        if shared:
-            sizes = dataclasses.replace(sizes, unembedding=0, small=0, tables=0)
-            if not self.copied:
-                sizes = dataclasses.replace(sizes, attention=0, mlp=0)
-        slots = self.budget
-        if slots is None:
-            slots = 0 if shared else context
-        per_slot = sizes.kv_bytes if self.budget is None else sizes.slot_bytes(self.bits)
-        if self.page_size is not None:  # two vectors for each page, as keys and values of a slot
-            slots, per_slot = -(-context // self.page_size), sizes.slot_bytes(None)
-        return memory_bytes(sizes, self.machine(machine), batch, slots, per_slot)
 
 
 @dataclasses.dataclass(frozen=True)

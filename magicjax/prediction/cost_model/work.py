@@ -11,8 +11,6 @@ import flax.linen as nn
 import jax
 
 import models
-from magicjax.model import RING_SPARE
-from magicjax.parallel.offloading import two_layers
 from magicjax.prediction.cost_model.device import Machine
 from pallas_kernels.cpu.packed import FORMATS
 from sharding import array_bytes
@@ -93,14 +91,9 @@ class Sizes:
             windowed_layers=self.windowed_layers * count // self.num_layers,
         )
 
-    def slots_per_layer(self, slots: float, spare: int = 0) -> float:
-        """Returns the mean over layers of the slots of a text of `slots` tokens.
-
-        Args:
-          slots: tokens.
-          spare: slots of a layer with a sliding window beyond it; 0: count those that are seen.
-        """
-        saved = max(0, slots - self.window - spare) * self.windowed_layers
+    def slots_per_layer(self, slots: float) -> float:
+        """Returns the mean over layers of the slots that see a text of `slots` tokens."""
+        saved = max(0, slots - self.window) * self.windowed_layers
         return slots - saved / self.num_layers
 
     def active_share(self, tokens: int) -> float:
@@ -292,18 +285,6 @@ def pass_parts(
         "overhead": Part(layers=sizes.num_layers),
         **fetched,
     }
-
-
-def memory_bytes(
-    sizes: Sizes, machine: Machine, batch: int, slots: int, slot_bytes: float
-) -> float:
-    """Returns the bytes of weights and of a cache with `slots` slots per row, on one device."""
-    weights = sizes.weight_bytes + sizes.itemsize * sizes.tables
-    if sizes.streamed:  # two layers are on the device, the current and the next
-        weights -= sizes.matrix_bytes
-        weights += two_layers(round(sizes.matrix_bytes), sizes.num_layers)
-    cache = machine.rows(batch) * sizes.slots_per_layer(slots, RING_SPARE) * slot_bytes
-    return weights / machine.model + cache / kv_shards(sizes, machine)
 
 
 def kv_shards(sizes: Sizes, machine: Machine) -> int:

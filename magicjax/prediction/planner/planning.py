@@ -7,15 +7,11 @@ from collections.abc import Sequence
 
 from scipy.optimize import bisect
 
-from magicjax.model import RING_SPARE
 from magicjax.prediction.cost_model import (
     Draft,
     Machine,
     RoundCost,
     Sizes,
-    check_heads,
-    kv_shards,
-    memory_bytes,
     round_cost,
 )
 from magicjax.trees.sequoia import checked_acceptance, expected_tokens, optimal
@@ -38,14 +34,14 @@ class Candidate:
       draft: its cost.
       acceptance: [depths, ranks], as for `magicjax.optimal`.
       deepest: maximum depth of a tree.
-      shared: whether it is the target itself, whose weights are already in memory.
+      memory: bytes of its weights and caches on each device.
     """
 
     name: str
     draft: Draft
     acceptance: Acceptance
     deepest: int = MAX_DEPTH
-    shared: bool = True
+    memory: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +103,12 @@ class Plan:
 
 
 def plan(
-    target: Sizes, candidates: Sequence[Candidate], machine: Machine, batch: int, context: int
+    target: Sizes,
+    candidates: Sequence[Candidate],
+    machine: Machine,
+    batch: int,
+    context: int,
+    free: float = math.inf,
 ) -> Plan:
     """Returns the plan with the highest predicted speedup.
 
@@ -119,18 +120,18 @@ def plan(
       candidates: drafters to compare.
       machine: runs all models.
       batch, context: B, and the tokens of each row's cache.
+      free: bytes of each device beside the target (`candidates.free_memory`).
 
     Raises:
       ValueError: no candidate, a batch or context below 1, heads that do not divide over the
-        machine, invalid acceptance, or too little memory.
+        machine, invalid acceptance, or no candidate that fits the memory.
     """
     if not candidates:
         raise ValueError("no candidate: pass at least one drafter with its acceptance")
     for name, value in (("batch", batch), ("context", context)):
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
-    free = checked_free_memory(target, machine, batch, context)
-    fitting = [c for c in candidates if c.draft.memory(machine, batch, context, c.shared) <= free]
+    fitting = [candidate for candidate in candidates if candidate.memory <= free]
     too_large = tuple(c.name for c in candidates if c not in fitting)
     if not fitting:
         raise ValueError(
@@ -214,36 +215,6 @@ def required_acceptance(tokens: float, depth: int) -> float | None:
     if tokens <= 1:
         return 0.0
     return float(bisect(lambda rate: sum(rate**i for i in range(depth + 1)) - tokens, 0.0, 1.0))
-
-
-def free_memory(target: Sizes, machine: Machine, batch: int, context: int) -> float:
-    """Returns the bytes free on each device beside the target; negative if it does not fit."""
-    return machine.device.memory - memory_bytes(target, machine, batch, context, target.kv_bytes)
-
-
-def checked_free_memory(target: Sizes, machine: Machine, batch: int, context: int) -> float:
-    """Returns the bytes free on each device beside the target.
-
-    Raises:
-      ValueError: the target does not fit, or its heads do not divide over the devices.
-    """
-    check_heads(target, machine)
-    if (free := free_memory(target, machine, batch, context)) >= 0:
-        return free
-    memory = machine.device.memory
-    weights = memory_bytes(target, machine, batch, 0, 0)
-    shards = kv_shards(target, machine)
-    slots = target.slots_per_layer(context, RING_SPARE)
-    rows = math.floor((memory - weights) * shards / (slots * target.kv_bytes))
-    remedy = (
-        f"at most {rows * machine.data} rows fit; use a smaller batch or more devices"
-        if rows > 0
-        else "not one row fits; use more devices"
-    )
-    raise ValueError(
-        f"batch={batch} with context={context} needs {(memory - free) / 1e9:.1f} GB on each of "
-        f"{machine.devices} {machine.device.name} with {memory / 1e9:.0f} GB: {remedy}"
-    )
 
 
 def inflection(

@@ -72,6 +72,18 @@ def test_a_cache_in_8_bits_has_half_the_bytes_and_a_scale_per_vector(run):
     assert 0.5 < steps[1] / steps[0] < 0.8  # the cache is most of what a step reads
 
 
+def test_the_largest_context_fits_and_a_longer_one_does_not(run):
+    """In gemma-3-12b, layers with a sliding window have caches that do not grow."""
+    where = ("--target", "gemma-3-12b", "--batch", 8, "--device", "h100", "--analytic", "--json")
+
+    def report(context: int) -> dict:
+        return json.loads(run("fit", *where, "--context", context)[1])
+
+    largest = report(30_000)["largest context"]
+    assert 90_000 < largest < 131_072
+    assert report(int(0.99 * largest))["fits"] and not report(int(1.01 * largest))["fits"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["fit", "plan"])
 @pytest.mark.parametrize(

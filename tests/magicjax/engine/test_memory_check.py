@@ -56,9 +56,10 @@ def test_caches_are_in_proportion_to_the_weights(name, monkeypatch):
 
     size = row_bytes(name)
     weights = (4 + MAX_PREFILLS + 4) * size
-    monkeypatch.setattr(memory, "count", lambda _: SimpleNamespace(weights=weights))
+    counted = SimpleNamespace(weights=weights - size, streamed=size)
+    monkeypatch.setattr(memory, "count", lambda _: counted)
     assert slots(0) == slots(weights + size) == 4
-    monkeypatch.setattr(memory, "count", lambda _: SimpleNamespace(weights=0))
+    counted.weights = counted.streamed = 0
     assert slots((8 + MAX_PREFILLS + 4) * size) == 8
     assert slots((8 + MAX_PREFILLS + 4) * size - 1) == 4
     assert slots((4 + MAX_PREFILLS + 4) * size - 1) == 2

@@ -15,7 +15,6 @@ from tests.magicjax import keywords, mesh_cases, oracle, scripted, tiny
 from tests.magicjax.decoding import test_compiled
 from tests.magicjax.drafters import test_scripted
 from tests.magicjax.grammars import spelled
-from tests.magicjax.prediction.autotune.test_auto import predicted_times, profile, short_calls  # noqa: F401
 from tests.quick import quick
 
 # Tokens span the parts of a repetition, and texts of the second one can end.

@@ -101,7 +101,6 @@ def test_a_draft_on_pages_gathers_them_and_reads_the_bounds_of_all_in_every_choi
         assert math.isclose(cost.parts["round", cost_model.CHOICE], choice / every)
         assert math.isclose(cost.rest, device.round_seconds + choice / every)
         assert math.isclose(sum(cost.parts.values()), cost.total)
-    assert pages.memory(machine, 16, 32000, shared=True) == 16 * 2000 * 131072 / 2
     fits = round_cost(LLAMA, pages, machine, 16, 500, 5, 4)  # nothing to choose
     assert fits.rest == device.round_seconds
 
@@ -112,24 +111,6 @@ def test_kv_heads_are_replicated_over_more_devices():
         for g in (8, 16)
     )
     assert sixteen.bytes == eight.bytes and sixteen.flops == eight.flops / 2
-    cache = [
-        cost_model.memory_bytes(LLAMA, Machine(UNIT, model=g), 3, n, 131072)
-        for g in (8, 16)
-        for n in (0, 9)
-    ]
-    assert cache[1] - cache[0] == cache[3] - cache[2] == 3 * 9 * 131072 / 8
-    assert cache[2] == cache[0] / 2
-
-
-def test_memory_is_that_of_weights_caches_and_draft():
-    machine = Machine(UNIT, model=2)
-    weights = 2 * models.count_params(models.preset("llama-3.1-8b"))
-    both = cost_model.memory_bytes(LLAMA, machine, 3, 100, LLAMA.kv_bytes)
-    assert both == (weights + 3 * 100 * 131072) / 2
-    assert Draft(LLAMA, 64).memory(machine, 3, 100, shared=True) == 3 * 64 * 131072 / 2
-    assert Draft(LLAMA).memory(machine, 3, 100, shared=True) == 0  # the target's own cache
-    own = Draft(SMALL).memory(machine, 3, 100, shared=False)
-    assert own == cost_model.memory_bytes(SMALL, machine, 3, 100, SMALL.kv_bytes)
 
 
 @st.composite

@@ -7,7 +7,6 @@ import pytest
 
 import magicjax
 import models
-from magicjax.model import RING_SPARE
 from magicjax.prediction import cost_model, planner
 from magicjax.prediction.planner.candidates import make_candidate, model_sizes
 from tests.magicjax import tiny
@@ -35,7 +34,6 @@ def test_layers_with_a_window_read_no_more_than_it():
     sizes = cost_model.sizes_of(config)
     assert sizes.slots_per_layer(40) == 40
     assert sizes.slots_per_layer(1000) == (1000 + 3 * 64) / 4
-    assert sizes.slots_per_layer(1000, RING_SPARE) == (1000 + 3 * (64 + RING_SPARE)) / 4
     assert sizes.key != cost_model.sizes_of(tiny.config(num_layers=4)).key
 
 

@@ -8,11 +8,18 @@ import pytest
 from hypothesis import given, settings
 
 import models
-from magicjax.drafters import PageRetrieval
+from magicjax.drafters import (
+    FullCacheSpeculation,
+    PageRetrieval,
+    PromptLookup,
+    SelfSpeculation,
+    SmallModel,
+)
+from magicjax.loading import skeleton
 from magicjax.prediction import cost_model, planner
 from magicjax.prediction.cost_model import Draft, Machine, round_cost
 from magicjax.prediction.planner import Candidate, plan
-from magicjax.prediction.planner.candidates import make_draft
+from magicjax.prediction.planner.candidates import footprint_on, free_memory, make_draft
 from magicjax.trees.sequoia import expected_tokens, optimal
 from magicjax.trees.token_tree import chain
 
@@ -32,7 +39,7 @@ def test_a_draft_on_pages_reads_the_targets_cache_and_a_copy_is_not_streamed():
     assert make_draft(drafter, streamed, None) == Draft(streamed, 512, page_size=32, every=4)
     assert make_draft(PageRetrieval(512), LLAMA, None).every == 1
     copy = make_draft(dataclasses.replace(drafter, weights="int8"), streamed, None)
-    assert copy.copied and not copy.sizes.streamed and copy.page_size == 32
+    assert not copy.sizes.streamed and copy.page_size == 32
 
 
 @given(rates, st.integers(1, 8), st.integers(0, 5))
@@ -84,8 +91,8 @@ def test_speculation_is_faster_above_the_break_even_only():
 def test_acceptance_by_rank_leads_to_trees_where_they_are_faster():
     ranks = (0.5, 0.3, 0.1)
     draft = Draft(SMALL, 512)
-    wide = plan(LLAMA, [Candidate("s", draft, (ranks,), shared=False)], H100, 16, 32_000)
-    narrow = plan(LLAMA, [Candidate("s", draft, (ranks[:1],), shared=False)], H100, 16, 32_000)
+    wide = plan(LLAMA, [Candidate("s", draft, (ranks,))], H100, 16, 32_000)
+    narrow = plan(LLAMA, [Candidate("s", draft, (ranks[:1],))], H100, 16, 32_000)
     assert wide.best.tree.width > 1 and narrow.best.tree.width == 1
     assert wide.best.speedup > 1.05 * narrow.best.speedup
     tree = wide.best.tree
@@ -97,18 +104,51 @@ def test_acceptance_by_rank_leads_to_trees_where_they_are_faster():
 
 
 def test_candidates_that_do_not_fit_are_excluded():
-    small = Machine(cost_model.find_device("h100"), model=1)
-    huge = Candidate("self:streaming:60000", Draft(LLAMA, 60_000), ((0.9,),))
-    found = plan(LLAMA, [own(512, 0.5), huge], small, 10, 32_000)
-    assert found.too_large == ("self:streaming:60000",)
-    with pytest.raises(ValueError, match="no draft fits beside the target"):
-        plan(LLAMA, [huge], small, 10, 32_000)
+    where = H100, 10, 32_000
+    small, huge = (own(budget, 0.5, memory=budget) for budget in (512, 60_000))
+    assert plan(LLAMA, [small, huge], *where, 512).too_large == ("self:streaming:60000",)
+    assert plan(LLAMA, [small, huge], *where).too_large == ()
+    with pytest.raises(ValueError, match="no draft fits beside the target: self:streaming:60000"):
+        plan(LLAMA, [huge], *where, 512)
+
+
+def test_the_memory_of_candidates_is_their_footprint():
+    target, machine = skeleton("llama-3.1-8b", "bfloat16"), Machine(H100.device, model=2)
+    slot, where = 131072 / 2, (3, 100)  # bytes of a token on each device
+    weights = 2 * models.count_params(models.preset("llama-3.1-8b")) / 2
+    assert free_memory(target, machine, *where) == H100.device.memory - weights - 3 * 100 * slot
+    expected = {
+        SelfSpeculation(budget=64): 3 * 64 * slot,
+        FullCacheSpeculation(): 0,  # the target's own cache
+        PageRetrieval(512, page_size=16): 3 * 6 * slot,
+        PromptLookup(): 0,
+    }
+    for drafter, memory in expected.items():
+        assert footprint_on(machine, target, drafter, *where).draft == memory
+    small = skeleton("llama-3.2-1b", "bfloat16")
+    draft = footprint_on(machine, target, SmallModel(small), *where).draft
+    assert draft == footprint_on(machine, small, None, *where).resident
+
+
+def test_a_small_model_is_on_as_many_devices_as_its_heads_divide_over():
+    target, small = (skeleton(name, "bfloat16") for name in ("llama-2-7b", "llama-68m"))  # 12 heads
+    eight, four = (
+        footprint_on(Machine(H100.device, model=n), target, SmallModel(small), 3, 100).draft
+        for n in (8, 4)
+    )
+    assert eight == four
+
+
+def test_the_remedy_is_the_most_rows_that_fit():
+    target, h100 = skeleton("llama-3.1-8b", "bfloat16"), cost_model.find_device("h100")
     with pytest.raises(ValueError, match="at most 15 rows fit; use a smaller batch"):
-        plan(LLAMA, [own(512, 0.5)], small, 16, 32_000)
-    plan(LLAMA, [own(16, 0.5)], small, 15, 32_000)
-    a10 = Machine(cost_model.find_device("a10"), model=1)
+        free_memory(target, Machine(h100), 16, 32_000)
+    assert free_memory(target, Machine(h100), 15, 32_000) >= 0
+    with pytest.raises(ValueError, match="at most 30 rows fit"):
+        free_memory(target, Machine(h100, data=2), 32, 32_000)
+    a10 = Machine(cost_model.find_device("a10"))
     with pytest.raises(ValueError, match="not one row fits; use more devices"):
-        plan(LLAMA, [own(512, 0.5)], a10, 1, 100_000)
+        free_memory(target, a10, 1, 100_000)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,127 @@
+"""The memory footprint of a target and a drafter on each device, from shapes.
+
+It has weights and KV caches; temporaries of the programs are not part of it.
+"""
+
+import bisect
+import dataclasses
+from collections.abc import Callable
+
+import jax
+
+from magicjax import placement
+from magicjax.drafters import Drafter
+from magicjax.model import Model
+from magicjax.parallel import offloading
+from sharding import STAGE, AnyMesh, array_bytes, part_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Footprint:
+    """Bytes on each device.
+
+    Attributes:
+      weights: of the target; of an offloaded one without its blocks.
+      streamed: two layers of an offloaded target, the current and the next.
+      draft_weights: of draft models, and of a drafter's copy of the target's blocks.
+      target_kv: the target's KV cache.
+      draft_kv: the drafter's KV caches and bounds of pages.
+      allocated: of the weights, those that are loaded already.
+    """
+
+    weights: int
+    streamed: int
+    draft_weights: int
+    target_kv: int
+    draft_kv: int
+    allocated: int
+
+    @property
+    def draft(self) -> int:
+        """Bytes of the drafter: weights and KV caches."""
+        return self.draft_weights + self.draft_kv
+
+    @property
+    def resident(self) -> int:
+        """Bytes of all weights and KV caches."""
+        return self.weights + self.streamed + self.target_kv + self.draft
+
+    @property
+    def new(self) -> int:
+        """Bytes that are still to be allocated."""
+        return self.resident - self.allocated
+
+
+def of_models(
+    target: Model, drafter: Drafter | None, rows: int, capacity: int, mesh: AnyMesh | None = None
+) -> Footprint:
+    """Returns the footprint of a target and a drafter, with or without weights.
+
+    Args:
+      target: whose output is decoded.
+      drafter: after `Drafter.for_target`, so that it has the models that it derives.
+      rows: of a group of devices.
+      capacity: slots of a row in a full cache.
+      mesh: factored; None: one device.
+    """
+    models = target, *placement.models_of(drafter)
+    weights, *draft_weights = (_weight_bytes(model, target, mesh) for model in models)
+    streamed, *draft_streamed = (_streamed_bytes(model, target, mesh) for model in models)
+    loaded = [model for model in models if model.params is not None]
+    target_kv, draft_kv = kv_bytes(target, drafter, rows, capacity, mesh)
+    return Footprint(
+        weights=weights,
+        streamed=streamed,
+        draft_weights=sum(draft_weights) + sum(draft_streamed),
+        target_kv=target_kv,
+        draft_kv=draft_kv,
+        allocated=sum(_weight_bytes(model, target, mesh) for model in loaded),
+    )
+
+
+def kv_bytes(
+    target: Model, drafter: Drafter | None, rows: int, capacity: int, mesh: AnyMesh | None = None
+) -> tuple[int, int]:
+    """Returns the bytes of the KV caches of (target, drafter) on each device.
+
+    The arguments are those of `of_models`; without a mesh, the bytes are those of all devices, of
+    which replicas of KV heads do not count.
+    """
+    cache = target.kv_bytes(rows, capacity) // _parts(target, target, mesh, "kv_shards")
+    draft_cache = 0
+    for member in () if drafter is None else drafter.members():
+        model = next(iter(placement.models_of(member)), target)
+        size = member.cache_bytes(target, rows, capacity)
+        draft_cache += size // _parts(model, target, mesh, "kv_shards")
+    return cache, draft_cache
+
+
+def largest(sizes: range, limit: float, needed: Callable[[int], float]) -> int:
+    """Returns the largest of increasing sizes that needs at most `limit` bytes; 0 if none does."""
+    count = bisect.bisect_right(sizes, limit, key=needed)
+    return sizes[count - 1] if count else 0
+
+
+def _weight_bytes(model: Model, target: Model, mesh: AnyMesh | None) -> int:
+    """Returns the bytes of a model's weights on each device, without those that are streamed."""
+    if model.params is not None:
+        return part_bytes(model.params)
+    leaves = jax.tree.leaves(model.layout.abstract_params(model.module))
+    size = sum(array_bytes(leaf.shape, leaf.dtype) for leaf in leaves)
+    return size // _parts(model, target, mesh, "shards")
+
+
+def _streamed_bytes(model: Model, target: Model, mesh: AnyMesh | None) -> int:
+    """Returns the bytes of two layers of an offloaded model on each device; 0 for other models."""
+    blocks = part_bytes(model.layout)
+    if model.params is None:  # shapes of the whole blocks
+        blocks //= _parts(model, target, mesh, "shards")
+    return offloading.two_layers(blocks, model.config.num_layers)
+
+
+def _parts(model: Model, target: Model, mesh: AnyMesh | None, kind: str) -> int:
+    """Returns the number of devices over which a model's `kind`, with all rows, is divided."""
+    if mesh is None:
+        return 1
+    stages = mesh.shape[STAGE] if model is target else 1  # a draft model is on every stage
+    return stages * getattr(placement.split_of(model.config, model.shards, mesh), kind)
