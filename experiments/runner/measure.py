@@ -30,6 +30,8 @@ from magicjax.prediction.planner.candidates import model_sizes
 from pallas_kernels.benchmarks import bandwidth
 from sharding import factored
 
+CURVES = ("histogram", "acceptance_by_depth", "acceptance_if_reached")  # of `metrics.json`
+
 
 def measure(
     bench: Bench, cell: Cell, folder: pathlib.Path | None = None
@@ -88,9 +90,7 @@ def measure(
             name: [_run(*pair) for pair in zip(runs[each][1:], repeats[each][1:], strict=True)]
             for name, each in (("runs", cell), ("plain_runs", plain))
         },
-        "histogram": list(stats.histogram),
-        "acceptance_by_depth": list(stats.acceptance_by_depth),
-        "acceptance_if_reached": list(stats.acceptance_if_reached),
+        **{name: list(getattr(stats, name)) for name in CURVES},
         "phases": seconds,
         "divergences": [str(d) for d in match.divergences] if match else [],
     }
@@ -120,7 +120,7 @@ def _acceptance(
     return {
         "tau": stats.tau,
         "tau_by_request": stats.tau_by_request,
-        "block_efficiency": 1 + stats.accepted / stats.target_passes,
+        "block_efficiency": stats.block_efficiency,
         "acceptance_rate": None if cell.draft == "none" else stats.acceptance_rate,
         "nodes_per_round": stats.nodes_per_round,
         "target_passes": stats.target_passes,
@@ -171,7 +171,7 @@ def _requests(
     divergences = {d.row: d for d in match.divergences} if match else {}
     median = np.median(latencies, 0) if latencies else None
     lines = []
-    for i, histogram in enumerate(output.stats.histogram_by_request):
+    for i, counts in enumerate(output.stats.by_request):
         divergence, task = divergences.get(i), tasks[i] if tasks else None
         text = output.texts[i] if output.texts else None
         new = np.asarray(output.tokens)[i].tolist()
@@ -185,9 +185,9 @@ def _requests(
                 "answer": list(task.answer) if task else [],
                 "source": task.source if task else "",
                 "score": prompts.score(task, bench.answer(cell, new)) if scored else None,
-                "rounds": sum(histogram),
-                "tau": (cell.new_tokens - 1) / sum(histogram),
-                "histogram": list(histogram),
+                "rounds": counts.target_passes,
+                "tau": counts.tau,
+                "histogram": list(counts.histogram),
                 "exact": (divergence is None or divergence.is_tie) if match else None,
                 "first_divergence": divergence.position if divergence else None,
                 "top2_margin": divergence.margin if divergence else None,
@@ -299,7 +299,7 @@ def _tpot(run: Any) -> np.ndarray:
     All rows decode in one compiled loop, and a round takes the same time for every row; a row that
     needs fewer rounds finishes earlier.
     """
-    rounds = np.array([sum(histogram) for histogram in run.stats.histogram_by_request])
+    rounds = np.array([counts.target_passes for counts in run.stats.by_request])
     round_ms = 1e3 * run.stats.decode_s / run.stats.rounds
     return round_ms * rounds / (run.stats.emitted / len(rounds))
 

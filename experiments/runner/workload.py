@@ -28,7 +28,7 @@ from magicjax.decoding import footprint, memory, program_cache
 from magicjax.decoding.paired_timing import PrefilledPrompts
 from magicjax.decoding.preparation import prepare
 from magicjax.decoding.request import Request, RequestOptions
-from magicjax.decoding.stats import acceptance
+from magicjax.decoding.stats import counted
 from magicjax.files import locked, write_atomically
 from magicjax.loading import skeleton
 from magicjax.parallel import offloading
@@ -297,37 +297,13 @@ def merge(outputs: Sequence[Any]) -> Any:
     first, all_stats = outputs[0], [output.stats for output in outputs]
     if len(outputs) == 1:
         return first
-    # Of the rounds that reached each depth, those that continued with each try.
-    continued = [
-        np.array(stats.acceptance_by_rank, ndmin=2) * at_least(stats.histogram)[:-1, None]
-        for stats in all_stats
-    ]
-    texts = ("texts", "reasoning") if first.texts else ()
-    joined = {
-        name: [*itertools.chain.from_iterable(getattr(output, name) for output in outputs)]
-        for name in ("sequences", "tokens", "lengths", *texts)
-    }
-    arrays = {name: np.array(joined[name]) for name in ("tokens", "lengths")}
     summed = ("rounds", "compilations", "prefill_s", "decode_s", "compile_s")
     totals = {name: sum(getattr(stats, name) for stats in all_stats) for name in summed}
-    counted = acceptance(
-        arrays["lengths"],
-        np.concatenate([stats.histogram_by_request for stats in all_stats]),
-        np.pad(np.sum(continued, 0), ((0, 1), (0, 0)))[None],
-        np.array([sum(stats.drafted for stats in all_stats)]),
-    )
-    rate = counted["emitted"] / totals["decode_s"]
-    stats = dataclasses.replace(first.stats, **counted | totals, tokens_per_s=rate)
-    return dataclasses.replace(first, **joined | arrays, stats=stats)
-
-
-def at_least(histogram: Any) -> np.ndarray:
-    """Returns the number of rounds that accepted at least 0, 1, … tokens.
-
-    Args:
-      histogram: number of rounds that accepted 0, 1, … tokens.
-    """
-    return np.asarray(histogram)[::-1].cumsum()[::-1]
+    by_request = tuple(row for stats in all_stats for row in stats.by_request)
+    stats = dataclasses.replace(first.stats, **counted(by_request) | totals)
+    results = [each for output in outputs for each in output.results]
+    tokens = np.concatenate([output.tokens for output in outputs])
+    return dataclasses.replace(first, results=results, tokens=tokens, stats=stats)
 
 
 def _view(cell: Cell) -> dict[str, int] | None:

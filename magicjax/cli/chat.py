@@ -11,6 +11,7 @@ from typing import Any
 
 import magicjax
 from magicjax.cli import drafting, options, text
+from magicjax.decoding.counts import Counts
 from magicjax.decoding.prompts import chat_tokens, token_ids
 from magicjax.decoding.text import Result
 from magicjax.engine.handle import RequestStats
@@ -338,13 +339,12 @@ def report(session: Session) -> str:
 
 def _summary(answers: Sequence[Answer]) -> str:
     stats = [answer.stats for answer in answers]
-    rounds = sum(one.rounds for one in stats)
-    emitted = sum(one.tau * one.rounds for one in stats)
+    counts = sum(stats, Counts())
     parts = [options.counted(sum(one.new_tokens for one in stats), "token")]
-    if rounds:
-        parts.append(f"{emitted / sum(answer.decode_s for answer in answers):.1f} tokens/s")
-        if max(len(one.histogram) for one in stats) > 1:
-            parts.append(f"tau {emitted / rounds:.2f}")
+    if counts.target_passes:
+        parts.append(f"{counts.emitted / sum(answer.decode_s for answer in answers):.1f} tokens/s")
+        if len(counts.histogram) > 1:
+            parts.append(f"tau {counts.tau:.2f}")
     prefilled = options.counted(sum(one.prefilled_tokens for one in stats), "token")
     seconds = sum(answer.prefill_s for answer in answers)
     return ", ".join([*parts, f"{prefilled} prefilled in {seconds:.3f} s"])

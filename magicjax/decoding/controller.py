@@ -21,8 +21,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from jaxtyping import Float, Int
+
+from magicjax.decoding.counts import tried_and_accepted
 
 HYSTERESIS = 0.05  # the least relative gain for a change of the arm
 HALF_LIFE = 16  # rounds after which counted acceptance has half its weight
@@ -417,20 +418,6 @@ class Controller:
         per_round = self.tokens(self.best)[since.any(1)].sum()
         seconds = self.times.speed * self.times.of(self.best, self.length, self.live)
         return float(seconds * emitted / per_round)
-
-
-def tried_and_accepted(histogram: npt.ArrayLike, depth: int, deepest: int) -> tuple[Table, Table]:
-    """Returns how many rounds of each row tried, and accepted, the token at depth 1, 2, ...
-
-    Args:
-      histogram: [B, A], rounds of each row that accepted 0, 1, ... tokens.
-      depth: of the tree that ran.
-      deepest: D; deeper tokens than `depth` have counts of 0.
-    """
-    at_least = np.asarray(histogram, float)[:, ::-1].cumsum(1)[:, ::-1]
-    tried, accepted = np.zeros((2, len(at_least), deepest))
-    tried[:, :depth], accepted[:, :depth] = at_least[:, :depth], at_least[:, 1 : depth + 1]
-    return tried, accepted
 
 
 def row_rates(tried: Table, accepted: Table) -> Table:

@@ -10,10 +10,11 @@ from jaxtyping import Int
 
 from magicjax.decoding import program_cache
 from magicjax.decoding.controller import PROBE_ROUNDS, Arm, Controller
+from magicjax.decoding.counts import by_row
 from magicjax.decoding.decoder import Decoder
 from magicjax.decoding.loop import ALL_ROUNDS, DecodeState
 from magicjax.decoding.request import Request
-from magicjax.decoding.stats import Stats, acceptance
+from magicjax.decoding.stats import Stats, counted
 from magicjax.decoding.text import NewTokens, Result, Text, matcher_of
 from sharding import global_arrays
 
@@ -233,10 +234,11 @@ def output_of(
             text.finish("cancelled")
     asked = any(params.prompt_logprobs is not None for params in request.params)
     of_prompts = decoder.prompt_logprobs() if asked else [None] * len(texts)
-    results = [text.result(logs) for text, logs in zip(texts, of_prompts, strict=True)]
     counters = state.emitted, state.histogram, state.ranks, state.nodes
     emitted, histogram, ranks, nodes = global_arrays.fetch(counters)
-    counted = acceptance(emitted, histogram, ranks, nodes, calls)
+    by_request = by_row(emitted, histogram, ranks, nodes, calls)
+    ended = zip(texts, of_prompts, by_request, strict=True)
+    results = [text.result(logprobs, counts) for text, logprobs, counts in ended]
     target_bytes, draft_bytes = request.kv_bytes
     compilations, compile_s = program_cache.totals()
     shape = len(results), request.settings.max_tokens
@@ -244,13 +246,13 @@ def output_of(
     for row, result in zip(tokens, results, strict=True):
         row[: len(result.tokens)] = result.tokens
     stats = Stats(
-        **counted,
+        **counted(by_request),
         **measured,
+        rounds=max(row.target_passes for row in by_request),
         prefill_s=clock.prefill_s,
         decode_s=clock.decode_s,
         compilations=compilations - compiled[0],
         compile_s=compile_s - compiled[1],
-        tokens_per_s=counted["emitted"] / clock.decode_s if clock.decode_s else 0.0,
         kv_bytes_target=target_bytes,
         kv_bytes_draft=draft_bytes,
         attention_backend=str(request.settings.backend),

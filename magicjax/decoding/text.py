@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
+from magicjax.decoding.counts import Counts
 from magicjax.decoding.reasoning import after_reasoning
 from magicjax.decoding.text_stream import TextStream
 from magicjax.grammars.matcher import Matcher
@@ -50,8 +51,7 @@ class Result:
       prompt_logprobs: of the prompt's tokens except for the first one; None if they were not
         requested, or if the request ended before.
       finish_reason: one of `FINISH_REASONS`.
-      stats: of a request of an engine, its `RequestStats`; those of `magicjax.generate` are of the
-        batch.
+      stats: its acceptance; of a request of an engine, the `RequestStats` with times.
       reasoning: the text before the answer that the model marks as reasoning.
     """
 
@@ -61,7 +61,7 @@ class Result:
     logprobs: LogProbs | None
     prompt_logprobs: LogProbs | None
     finish_reason: str
-    stats: Any = None
+    stats: Any
     reasoning: str = ""
 
 
@@ -184,7 +184,7 @@ class Text:
             reasoning = self._stream.reasoning[before:]
         return NewTokens(np.zeros(0, np.int32), rest, self._logprobs[0], reasoning)
 
-    def result(self, prompt_logprobs: LogProbs | None = None, stats: Any = None) -> Result:
+    def result(self, prompt_logprobs: LogProbs | None, stats: Counts) -> Result:
         """Returns the result of a text that has ended; arguments as in `Result`."""
         self.matcher = None  # not kept by those who keep texts
         text = reasoning = None

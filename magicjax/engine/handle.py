@@ -8,14 +8,17 @@ from typing import Protocol
 import numpy as np
 from jaxtyping import Int
 
+from magicjax.decoding.counts import Counts
 from magicjax.decoding.text import NewTokens, Result, Text
 from magicjax.engine.request import EngineRequest
 from magicjax.verification.logprobs import LogProbs
 
 
-@dataclasses.dataclass(frozen=True)
-class RequestStats:
-    """Statistics of one finished request; times are seconds of the wall clock.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RequestStats(Counts):
+    """Statistics of one finished request, with the counts and rates of `Counts`.
+
+    Times are seconds of the wall clock. Counts include tokens after a stop string.
 
     Attributes:
       finish_reason: one of `FINISH_REASONS`.
@@ -23,11 +26,6 @@ class RequestStats:
       new_tokens: tokens of the result.
       reused_tokens: prompt tokens whose keys and values were stored by another request.
       prefilled_tokens: prompt tokens that ran, repeated ones included, without padding.
-      rounds: of the loop, in which the request emitted tokens.
-      tau: mean acceptance length: tokens that the loop emitted per round, without prefill's, and
-        with those after a stop string.
-      histogram: number of rounds that accepted 0, 1, … drafted tokens; empty without rounds.
-      drafted: proposed nodes without roots and padding.
       queue_s: from `submit` to the start of prefill.
       ttft_s: time to first token, from `submit`; None if there was none.
       tpot_s: time per output token after the first ones that arrived; None if no others did.
@@ -40,10 +38,6 @@ class RequestStats:
     new_tokens: int
     reused_tokens: int
     prefilled_tokens: int
-    rounds: int
-    tau: float
-    histogram: tuple[int, ...]
-    drafted: int
     queue_s: float
     ttft_s: float | None
     tpot_s: float | None
@@ -51,9 +45,9 @@ class RequestStats:
     total_s: float
 
     @property
-    def accepted(self) -> int:
-        """Accepted drafted tokens, those after the end of the text included."""
-        return sum(count * rounds for count, rounds in enumerate(self.histogram))
+    def rounds(self) -> int:
+        """Rounds of the loop, in which the request emitted tokens."""
+        return self.target_passes
 
 
 class _Engine(Protocol):
@@ -159,6 +153,9 @@ class Handle:
 
     def _stats(self, now: float) -> RequestStats:
         request, new = self.request, len(self.tokens)
+        counts = Counts()
+        if self.rounds:
+            counts = Counts.of_row(self.histogram, self.text.emitted - 1, self.drafted)
         ttft_s = tpot_s = None
         if self.first_s is not None:
             ttft_s = self.first_s - request.submitted_s
@@ -170,10 +167,7 @@ class Handle:
             new_tokens=new,
             reused_tokens=self.reused_tokens,
             prefilled_tokens=self.prefilled_tokens,
-            rounds=self.rounds,
-            tau=(self.text.emitted - 1) / self.rounds if self.rounds else 0.0,
-            histogram=self.histogram,
-            drafted=self.drafted,
+            **vars(counts),
             queue_s=(now if self.started_s is None else self.started_s) - request.submitted_s,
             ttft_s=ttft_s,
             tpot_s=tpot_s,

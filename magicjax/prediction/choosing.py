@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 
 from magicjax.decoding import memory, program_cache
 from magicjax.decoding.controller import PLAIN, Arm, Controller, RoundTimes
+from magicjax.decoding.counts import Counts, by_row
 from magicjax.decoding.decoder import Clock, Decoder
 from magicjax.decoding.loop import DecodeState
 from magicjax.decoding.memory import OutOfMemoryError
@@ -38,7 +39,6 @@ from magicjax.decoding.paired_timing import PrefilledPrompts, median_ratio, time
 from magicjax.decoding.preparation import drafter_and_tree, place, prepare, validate
 from magicjax.decoding.prompts import prompts_of
 from magicjax.decoding.request import Request, RequestOptions
-from magicjax.decoding.stats import acceptance
 from magicjax.decoding.text import Text
 from magicjax.decoding.validation import params_of_rows
 from magicjax.drafters import Drafter, Ensemble, PromptLookup, SelfSpeculation, SuffixLookup
@@ -424,7 +424,7 @@ def _with_tree(decoder: Decoder, tree: Tree) -> Decoder:
 
 def _rounds_of(
     decoder: Decoder, prefilled: PrefilledPrompts
-) -> tuple[tuple[dict[str, Any], float], PrefilledPrompts]:
+) -> tuple[tuple[Counts, float], PrefilledPrompts]:
     """Returns (the counts and the seconds of some rounds, the prompts for the next run).
 
     The rounds draw random numbers of their own. With those of the run, a drafter whose tokens
@@ -446,13 +446,13 @@ def _rounds_of(
         times.append(decoder.clock.newest_s / int(state.rounds))
     counts = jax.device_get((state.emitted, state.histogram, state.ranks, state.nodes))
     seconds = statistics.median(times[1:] or times or [0.0])
-    return (acceptance(*counts), seconds), prefilled.reset(state)
+    return (sum(by_row(*counts), Counts()), seconds), prefilled.reset(state)
 
 
-def _trial(name: str, tree: Tree, counted: dict[str, Any], ratio: float) -> Trial:
-    by_rank = counted["acceptance_by_rank"]
+def _trial(name: str, tree: Tree, counted: Counts, ratio: float) -> Trial:
+    by_rank = counted.acceptance_by_rank
     reached = next((d for d, row in enumerate(by_rank) if not sum(row)), len(by_rank))
-    return Trial(name, tree, ratio, by_rank[: max(1, reached)], counted["tau"])
+    return Trial(name, tree, ratio, by_rank[: max(1, reached)], counted.tau)
 
 
 def _timed(

@@ -59,8 +59,8 @@ class Metrics:
         self._new.labels(model).inc(stats.new_tokens)
         self._drafted.labels(model).inc(stats.drafted)
         self._accepted.labels(model).inc(stats.accepted)
-        for depth in range(len(stats.histogram)):
-            self._by_depth.labels(model, str(depth)).inc(sum(stats.histogram[depth:]))
+        for depth, rounds in enumerate(stats.at_least):
+            self._by_depth.labels(model, str(depth)).inc(rounds)
         self._queue.labels(model).observe(stats.queue_s)
         self._total.labels(model).observe(stats.total_s)
         if stats.ttft_s is not None:

@@ -1,6 +1,5 @@
 """Tiny models, and a bench without models to test the launcher."""
 
-import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +11,8 @@ import models
 from experiments.prompts import corpus
 from experiments.report import page
 from experiments.runner import launchers, measure, worker, workload
+from magicjax.decoding.counts import Counts
+from magicjax.decoding.stats import Stats, counted
 from models import Decoder, DecoderConfig, init_params
 
 
@@ -67,41 +68,20 @@ class ScriptedBench(workload.Bench):
         histogram = (
             (cell.new_tokens - 1, 0) if cell.draft == "none" else (1, cell.new_tokens // 2 - 1)
         )
+        row = Counts.of_row(histogram, emitted=cell.new_tokens - 1, drafted=2)
         stats = Stats(
-            tau=1.0 if cell.draft == "none" else 2.0,
+            **counted((row,) * cell.batch),
+            rounds=sum(histogram),
+            prefill_s=0.25,
             decode_s=1.0 if cell.draft == "none" else 0.5,
             compile_s=3.0 if warm_up else 0.0,
-            target_passes=cell.batch * sum(histogram),
-            rounds=sum(histogram),
-            histogram_by_request=(histogram,) * cell.batch,
-            emitted=cell.batch * cell.new_tokens,
+            compilations=0,
+            kv_bytes_target=2_000_000,
+            kv_bytes_draft=1_000_000,
+            attention_backend="xla",
         )
         texts = ["text"] * cell.batch
         return SimpleNamespace(tokens=tokens, stats=stats, texts=texts, choice=None)
-
-
-@dataclasses.dataclass(frozen=True)
-class Stats:
-    tau: float
-    decode_s: float
-    compile_s: float
-    target_passes: int
-    rounds: int
-    emitted: int
-    histogram_by_request: tuple
-    histogram: tuple = (1, 2)
-    tau_by_request: float = 2.0
-    nodes_per_round: float = 4.0
-    acceptance_rate: float = 0.5
-    acceptance_by_depth: tuple = (0.8, 0.4)
-    acceptance_if_reached: tuple = (0.8, 0.5)
-    drafted: int = 4
-    accepted: int = 2
-    prefill_s: float = 0.25
-    tokens_per_s: float = 0.0
-    kv_bytes_target: int = 2_000_000
-    kv_bytes_draft: int = 1_000_000
-    attention_backend: str = "xla"
 
 
 class Here:

@@ -15,7 +15,7 @@ from jaxtyping import Int
 import magicjax
 from experiments.prompts import Prompt
 from experiments.runner import exactness
-from experiments.runner.measure import peak_memory
+from experiments.runner.measure import CURVES, peak_memory
 from experiments.runner.provenance import device_name
 from experiments.runner.serving.workload import (
     Run,
@@ -26,10 +26,11 @@ from experiments.runner.serving.workload import (
     serve,
     zipf,
 )
-from experiments.runner.workload import Bench, at_least
+from experiments.runner.workload import Bench
 from experiments.schema.columns import complete
 from experiments.schema.grid import Cell, columns, options, plain_of
 from magicjax.decoding import program_cache
+from magicjax.decoding.counts import Counts, tau_by_request
 
 
 def measure(bench: Bench, cell: Cell) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -151,34 +152,27 @@ def _run(run: Run) -> dict[str, Any]:
 
 def _acceptance(cell: Cell, runs: Sequence[Run]) -> dict[str, float | None]:
     """Returns means over all runs."""
-    stats = [one for run in runs for one in run.stats]
-    passes, accepted = sum(one.rounds for one in stats), sum(one.accepted for one in stats)
+    counts = _counts(runs)
     # With adaptive the rounds of a request have different trees, which are not counted.
     has_rate = not cell.is_plain and not cell.adaptive
     return {
-        "tau": sum(one.tau * one.rounds for one in stats) / passes,
-        "tau_by_request": statistics.mean(one.tau for one in stats),
-        "block_efficiency": 1 + accepted / passes,
-        "acceptance_rate": accepted / passes / len(_histogram(runs)[1:]) if has_rate else None,
-        "target_passes": passes / len(runs),
+        "tau": counts.tau,
+        "tau_by_request": tau_by_request(one for run in runs for one in run.stats),
+        "block_efficiency": counts.block_efficiency,
+        "acceptance_rate": counts.acceptance_rate if has_rate else None,
+        "target_passes": counts.target_passes / len(runs),
     }
 
 
 def _curves(cell: Cell, runs: Sequence[Run]) -> dict[str, Sequence[float]]:
     """Returns the histogram of accepted tokens and acceptance by depth; empty without a depth."""
-    histogram = [] if cell.is_plain or cell.adaptive else _histogram(runs)
-    counts = at_least(histogram)
-    return {
-        "histogram": histogram,
-        "acceptance_by_depth": (counts[1:] / counts[:1]).tolist(),
-        "acceptance_if_reached": (counts[1:] / np.maximum(counts[:-1], 1)).tolist(),
-    }
+    counts = Counts() if cell.is_plain or cell.adaptive else _counts(runs)
+    return {name: list(getattr(counts, name)) for name in CURVES}
 
 
-def _histogram(runs: Sequence[Run]) -> list[int]:
-    """Returns the number of rounds of all runs that accepted 0, 1, … tokens."""
-    histograms = (one.histogram for run in runs for one in run.stats if one.rounds)
-    return [sum(counts) for counts in zip(*histograms, strict=True)]
+def _counts(runs: Sequence[Run]) -> Counts:
+    """Returns the counts of all requests of all runs."""
+    return sum((one for run in runs for one in run.stats), Counts())
 
 
 def _match(

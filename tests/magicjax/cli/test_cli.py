@@ -18,6 +18,7 @@ import magicjax
 import models
 from magicjax import loading
 from magicjax.cli import main, text
+from magicjax.decoding.counts import Counts
 from magicjax.decoding.text import Text
 from magicjax.decoding.token_bytes import bytes_of_byte_level
 from magicjax.parallel import offloading
@@ -192,7 +193,7 @@ def test_a_character_of_several_tokens_is_printed_when_it_is_complete(directory,
         for n in range(1, count + 1):
             yield [made.push(np.array(tokens[:n]), None, False)]
         made.finish("cancelled")
-        return types.SimpleNamespace(results=[made.result()])
+        return types.SimpleNamespace(results=[made.result(None, Counts())])
 
     monkeypatch.setattr(builtins, "print", lambda text, **_: printed.append(text))
     text.print_stream(rounds(5))
@@ -212,7 +213,7 @@ def test_a_terminal_shows_reasoning_dimly(is_terminal, monkeypatch, capsys):
         made = Text(tokenizer, np.array([], int), magicjax.SamplingParams(), len(tokens), ())
         for n in range(1, len(tokens) + 1):
             yield [made.push(tokens[:n], None, n == len(tokens))]
-        return types.SimpleNamespace(results=[made.result()])
+        return types.SimpleNamespace(results=[made.result(None, Counts())])
 
     text.print_stream(rounds())
     shown = capsys.readouterr().out

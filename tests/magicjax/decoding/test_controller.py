@@ -21,8 +21,8 @@ from magicjax.decoding.controller import (
     RoundTimes,
     row_rates,
     row_tokens,
-    tried_and_accepted,
 )
+from magicjax.decoding.counts import tried_and_accepted
 from magicjax.decoding.decoder import Decoder
 from magicjax.decoding.output import run_adaptive
 from magicjax.decoding.output import texts_of as empty_texts
@@ -389,11 +389,6 @@ def test_a_row_with_few_rounds_gets_rates_close_to_the_batch():
     rates = row_rates(*tried_and_accepted([[8, 0], [0, 8], [0, 0]], 1, 1))
     few, many = POOLED_ROUNDS / 2, 8 + POOLED_ROUNDS
     np.testing.assert_allclose(rates[:, 0], [few / many, (8 + few) / many, 1 / 2])
-
-
-def test_depths_beyond_the_tree_have_no_counts():
-    tried, accepted = tried_and_accepted([[1, 2, 3, 0]], 2, 3)
-    assert tried.tolist() == [[6, 5, 0]] and accepted.tolist() == [[5, 3, 0]]
 
 
 COSTS = {PLAIN: 1.0, at(1): 1.3, at(4): 2.2, at(1, "two"): 1.1, at(4, "two"): 1.4}

@@ -15,8 +15,7 @@ STORE.num_bytes = STORE.num_host_bytes = 0
 
 
 def result(reason: str = "length", **times) -> Result:
-    counts = dict(prompt_tokens=1, new_tokens=1, reused_tokens=0, prefilled_tokens=1, rounds=1)
-    counts |= dict(tau=1.0, histogram=(1,), drafted=0)
+    counts = dict(prompt_tokens=1, new_tokens=1, reused_tokens=0, prefilled_tokens=1)
     times = dict(queue_s=0.0, ttft_s=None, tpot_s=None, itl_s=(), total_s=1.0) | times
     stats = RequestStats(finish_reason=reason, **counts, **times)
     return Result(np.zeros(1, np.int32), np.zeros(1, np.int32), None, None, None, reason, stats)
