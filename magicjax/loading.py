@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import logging
 import os
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,19 +19,18 @@ from magicjax.model import KV_DTYPES, Model
 from magicjax.parallel import offloading, pipeline_stages
 from magicjax.parallel.layouts import Layout, Offloaded, Pipelined, Resident
 from magicjax.parallel.offloading import GB
-from magicjax.sources import checkpoint_directory, directory_of
+from magicjax.sources import PRESET_DTYPE, Source, source_of
 from magicjax.suggest import explain_unknown
 from sharding import STAGE, AnyMesh, array_bytes, factored
 
 logger = logging.getLogger("magicjax")
 
-PRESET_DTYPE = "bfloat16"
 ACTIVATIONS = ("int8", "float")
 
 
 @explain_unknown
 def load(
-    source: str | os.PathLike,
+    source: str | os.PathLike | Source,
     dtype: Any = None,
     *,
     weights: str | models.WeightFormat | None = None,
@@ -55,7 +53,7 @@ def load(
         or one of its GGUF files, such as "Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q4_K_M", which are
         downloaded when they are first used; a GGUF file; a name that `magicjax fetch` lists;
         or the name of a preset (`models.PRESETS`), which has random weights, as a logged warning
-        says.
+        says. A `magicjax.sources.Source` keeps what it has read.
       dtype: of parameters, caches and activations; None: as stored (GGUF: float32, presets:
         bfloat16).
       weights: quantize the blocks' matrices, one by one: "int8" with a scale for each output
@@ -88,11 +86,11 @@ def load(
     """
     options: Any = dict(weights=weights, seed=seed, mesh=mesh, shards=shards, stages=stages)
     options |= dict(offload=offload, draft_vocab=draft_vocab, kv_dtype=kv_dtype)
-    return _load(source, dtype, packed=_is_packed(activations), **options)
+    return _load(source_of(source), dtype, packed=_is_packed(activations), **options)
 
 
 def _load(
-    source: str | os.PathLike,
+    source: Source,
     dtype: Any,
     *,
     weights: str | models.WeightFormat | None,
@@ -101,40 +99,42 @@ def _load(
     mesh: Mesh | None = None,
     stages: int | None = None,
     seed: int = 0,
-    tokenizer: Any = None,
     packed: bool = True,
     draft_vocab: int | None = None,
     kv_dtype: str | None = None,
 ) -> Model:
-    """Returns what `load` does, with a tokenizer if one is given, else with that of the source."""
+    """Returns what `load` does."""
     compilation_cache.enable()  # conversions of weights are programs too
     offloading.check_offload(offload)
     _check_dtype(dtype)
     kv_bits = _kv_bits(kv_dtype, source)
     form = models.parse_weights(weights)
-    if mesh is not None and isinstance(config_of(source), models.EagleConfig):
+    if mesh is not None and isinstance(source.config, models.EagleConfig):
         stages = 1  # every device has the whole head
     stages = _checked_stages(stages, shards, mesh, offload)
     sharding_of = None
     if mesh is not None:
-        config = config_of(source)
-        module = models.build(
-            config, weights=matrix_formats(source, form, alike=offload or stages > 1)
-        )
+        formats = source.matrix_formats(form, alike=offload or stages > 1)
+        module = models.build(source.config, weights=formats)
         sharding_of = placement.parameter_shardings(module, shards, mesh)
-        pipeline_stages.check_layers(config, stages)
-    if (path := directory_of(source)) is None:
-        dtype = PRESET_DTYPE if dtype is None else dtype
-        module = models.build(config_of(source), dtype, matrix_formats(source, form))
+        pipeline_stages.check_layers(source.config, stages)
+    if source.directory is None:
+        dtype = source.stored_dtype if dtype is None else dtype
+        module = models.build(source.config, dtype, source.matrix_formats(form))
         _check_random(module, source)
         params, layout = _initialized(module, seed, stages, offload, sharding_of)
         module, params = _cut(module, params, draft_vocab)
-        name = _name(source, path)
         return Model(
-            module, params, tokenizer, name=name, shards=shards, layout=layout, kv_bits=kv_bits
+            module,
+            params,
+            source.tokenizer,
+            name=source.name,
+            shards=shards,
+            layout=layout,
+            kv_bits=kv_bits,
         )
-    tokenizer = load_tokenizer(source) if tokenizer is None else tokenizer
-    check_tokenizer(tokenizer, models.load_config(path).vocab_size, source)
+    path = source.checkpoint_directory
+    tokenizer = source.tokenizer  # an invalid one is an error before weights are read
     checkpoint = models.load_checkpoint(
         path,
         dtype,
@@ -152,7 +152,7 @@ def _load(
         module,
         params,
         tokenizer=tokenizer,
-        name=_name(source, path),
+        name=source.name,
         eos_token_ids=eos,
         pad_token_id=checkpoint.pad_token_id,
         shards=shards,
@@ -171,13 +171,13 @@ def _eos(stored: tuple[int, ...], tokenizer: Any, config: models.DecoderConfig) 
     return tuple(dict.fromkeys(end for end in ends if end is not None and end < size))
 
 
-def _kv_bits(kv_dtype: str | None, source: str | os.PathLike) -> int | None:
+def _kv_bits(kv_dtype: str | None, source: Source) -> int | None:
     """Returns the bits of an element of a model's cache; None: it is in the model's dtype."""
     if kv_dtype not in KV_DTYPES:
         raise ValueError(f"kv_dtype={kv_dtype!r} is not supported: use 'int8', or omit it")
     if kv_dtype is None:
         return None
-    config = config_of(source)
+    config = source.config
     if isinstance(config, models.EagleConfig):
         raise ValueError(f"kv_dtype={kv_dtype!r}: {source} is an EAGLE head: omit kv_dtype")
     if config.kv_head_dim != config.head_dim:
@@ -198,7 +198,7 @@ def _cut(
     return models.with_draft_vocab(module, params, draft_vocab, eos_token_ids)
 
 
-def _check_random(module: nn.Module, source: str | os.PathLike) -> None:
+def _check_random(module: nn.Module, source: Source) -> None:
     """Logs that a preset's weights are random; raises ValueError if host memory is too small."""
     logger.warning(
         "%s is a preset with random weights: pass a directory, or OWNER/NAME of the Hugging Face "
@@ -331,14 +331,13 @@ def _check_dtype(dtype: Any) -> None:
 
 
 def skeleton(
-    source: str | os.PathLike,
-    dtype: Any = "float32",
+    source: str | os.PathLike | Source,
+    dtype: Any = None,
     *,
     weights: str | models.WeightFormat | None = None,
     shards: int | None = None,
     stages: int = 1,
     offload: bool = False,
-    tokenizer: Any = None,
     packed: bool = True,
     draft_vocab: int | None = None,
     kv_dtype: str | None = None,
@@ -350,24 +349,23 @@ def skeleton(
 
     Args:
       source, dtype, weights, shards, stages, offload, draft_vocab, kv_dtype: as for `load`.
-      tokenizer: of the model; None: that of the source, if it has one.
       packed: whether matrices of a GGUF file stay as they are, and others can be rounded to its
         types, as `load` does on a CPU without a mesh.
     """
-    tokenizer = load_tokenizer(source) if tokenizer is None else tokenizer
+    source = source_of(source)
+    dtype = source.stored_dtype if dtype is None else dtype
     alike = offload or stages > 1
-    formats = matrix_formats(source, weights, dtype, packed=packed, alike=alike)
-    module = models.build(config_of(source), dtype, formats)
+    formats = source.matrix_formats(weights, dtype, packed=packed, alike=alike)
+    module = models.build(source.config, dtype, formats)
     layout = Offloaded(offloading.shapes(module)) if offload else Resident()
-    directory = directory_of(source, weights=False)
-    ids = {} if directory is None else models.special_tokens(directory)
-    eos = _eos(ids["eos_token_ids"], tokenizer, module.config) if ids else ()
+    ids = {} if source.directory is None else models.special_tokens(source.directory)
+    eos = _eos(ids["eos_token_ids"], source.tokenizer, module.config) if ids else ()
     module, _ = _cut(module, None, draft_vocab, eos)
     return Model(
         module,
         params=None,
-        tokenizer=tokenizer,
-        name=_name(source, directory),
+        tokenizer=source.tokenizer,
+        name=source.name,
         eos_token_ids=eos,
         pad_token_id=ids.get("pad_token_id"),
         shards=shards,
@@ -380,7 +378,6 @@ def skeleton(
             weights=weights,
             shards=shards,
             offload=offload,
-            tokenizer=tokenizer,
             packed=packed,
             draft_vocab=draft_vocab,
             kv_dtype=kv_dtype,
@@ -404,90 +401,3 @@ def with_weights(tree: Any, mesh: AnyMesh | None = None, stages: int | None = No
         return dataclasses.replace(found.with_backend(backend), tokenizer=model.tokenizer)
 
     return jax.tree.map(loaded, tree, is_leaf=lambda x: isinstance(x, Model))
-
-
-def _name(source: str | os.PathLike, directory: pathlib.Path | None) -> str:
-    """Returns the name of a model in tables."""
-    return str(source) if directory is None else pathlib.Path(source).name
-
-
-def stored_dtype(source: str | os.PathLike) -> Any:
-    """Returns the dtype that `load` gives a source if none is passed.
-
-    Raises as `magicjax.sources.directory_of` and `models.load_checkpoint`.
-    """
-    directory = directory_of(source, weights=False)
-    return PRESET_DTYPE if directory is None else models.stored_dtype(directory)
-
-
-def load_tokenizer(source: str | os.PathLike) -> Any:
-    """Returns the tokenizer of a source, None if it has none.
-
-    Raises as `magicjax.sources.directory_of`.
-    """
-    directory = directory_of(source, weights=False)
-    return None if directory is None else models.load_tokenizer(directory)
-
-
-def check_tokenizer(tokenizer: Any, vocab_size: int, source: str | os.PathLike) -> None:
-    """Raises ValueError if more than a tenth of a tokenizer's tokens are not the model's.
-
-    A tokenizer may have fewer tokens than the model, as many embeddings are padded, and some more,
-    such as those of images: a prompt that has one of them is an error.
-
-    Args:
-      tokenizer: a Hugging Face tokenizer, or None.
-      vocab_size: of the model.
-      source: of the tokenizer.
-    """
-    vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
-    beyond = sorted((i, token) for token, i in vocabulary.items() if i >= vocab_size)
-    if len(beyond) * 10 > len(vocabulary):
-        raise ValueError(
-            f"{len(beyond)} of the {len(vocabulary)} tokens of the tokenizer of {source}, such as "
-            f"{beyond[0][1]!r} (id {beyond[0][0]}), are outside the model's vocabulary of "
-            f"{vocab_size} tokens: use the model's own tokenizer"
-        )
-
-
-def config_of(source: str | os.PathLike) -> models.DecoderConfig:
-    """Returns the config of the model that `load` returns for a source.
-
-    Raises as `magicjax.sources.directory_of`, and ValueError if the config is not supported.
-    """
-    directory = directory_of(source, weights=False)
-    return models.preset(str(source)) if directory is None else models.load_config(directory)
-
-
-def sampling_defaults(source: str | os.PathLike) -> dict[str, Any]:
-    """Returns the sampling that the files of a source ask for, by the names of Hugging Face.
-
-    Raises as `magicjax.sources.directory_of`.
-    """
-    directory = directory_of(source, weights=False)
-    return {} if directory is None else models.sampling_defaults(directory)
-
-
-def matrix_formats(
-    source: str | os.PathLike,
-    weights: str | models.WeightFormat | None = None,
-    dtype: Any = None,
-    *,
-    packed: bool = False,
-    alike: bool = False,
-) -> models.MatrixFormats:
-    """Returns the formats of the matrices of the model that `load` returns.
-
-    Args:
-      source, weights, dtype: as for `load`.
-      packed: as for `skeleton`.
-      alike: whether all layers have the same, as with `offload` or `stages`.
-
-    Raises as `magicjax.sources.directory_of` and `models.matrix_formats`.
-    """
-    directory, form = directory_of(source, weights=False), models.parse_weights(weights)
-    if directory is None:
-        return models.blocks_in(config_of(source), models.rounded_format(form))
-    if models.is_quantized(directory):
-        directory = checkpoint_directory(source)
-    return models.matrix_formats(directory, form, dtype, packed=packed, alike=alike)

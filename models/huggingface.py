@@ -215,12 +215,13 @@ def matrix_formats(
     Raises as `load_checkpoint`. Reads only config.json if the checkpoint is not quantized.
     """
     path, form = pathlib.Path(path), parse_weights(weights)
+    config = load_config(path)
     if packed and not alike:
-        own = _packed(path, load_config(path), jnp.dtype(dtype or np.float32), form)
+        own = _packed(path, config, jnp.dtype(dtype or np.float32), form)
         if own:
             return own
     if not is_quantized(path):
-        return blocks_in(load_config(path), rounded_format(form))
+        return blocks_in(config, rounded_format(form))
     return _formats(*_open(path), form, alike)
 
 

@@ -7,10 +7,10 @@ a constant for starting and compiling: an order of magnitude.
 import dataclasses
 import functools
 
+from experiments.runner.preflight import unloaded
 from experiments.schema import grid
 from magicjax.decoding import footprint
 from magicjax.drafters import spec
-from magicjax.loading import skeleton
 from magicjax.prediction import cost_model
 from magicjax.prediction.cost_model import Device, Machine, Sizes
 from magicjax.prediction.planner.candidates import model_sizes
@@ -21,8 +21,6 @@ START_S = 20.0  # of each cell: imports, weights, compiling
 CPU_FLOPS = 1.6e11  # of prefill in float32 on two cores with AVX-512
 LINK = 1e10  # bytes per second between the devices of a CPU, and of its copies
 GPU = cost_model.find_device("h100")
-
-_skeleton = functools.cache(skeleton)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +41,7 @@ def of(cell: grid.Cell, on_gpu: bool, chooses: bool) -> Estimate:
 
     `chooses` is whether the cell chooses the prompts of its group.
     """
-    load = functools.partial(_skeleton, dtype=cell.dtype, packed=cell.packed)
+    load = functools.partial(unloaded, dtype=cell.dtype, packed=cell.packed)
     target, shape = load(cell.target, **cell.storage), (cell.batch, cell.context + cell.new_tokens)
     num_bytes = footprint.of_models(target, None, *shape).resident
     for part in cell.drafts:

@@ -18,25 +18,23 @@ from magicjax.decoding.preparation import PREFILL_TOKENS, validate
 from magicjax.decoding.request import Request
 from magicjax.engine import memory_check
 from magicjax.engine.config import EngineConfig
-from magicjax.loading import check_tokenizer, load_tokenizer, skeleton
+from magicjax.loading import skeleton
 from magicjax.model import Model
 from magicjax.prediction import choosing
-from magicjax.sources import directory_of
+from magicjax.sources import Source
 from sharding import parse_mesh
 
 ROWS = PREFILL_TOKENS // 16  # with more rows of a device, a prefill step is as short
 
 Groups = Sequence[Sequence[grid.Cell]]  # none is empty
 
-_tokenizer = functools.cache(load_tokenizer)
+_source = functools.cache(Source)
 
 
 @functools.cache
-def _skeleton(source: str, dtype: str = "float32", **options: Any) -> Model:
-    """Returns the model of a source without weights, with its tokenizer."""
-    model, tokenizer = skeleton(source, dtype, **options), _tokenizer(source)
-    check_tokenizer(tokenizer, model.config.vocab_size, source)
-    return dataclasses.replace(model, tokenizer=tokenizer)
+def unloaded(source: str, dtype: str = "float32", **options: Any) -> Model:
+    """Returns the model of a source without weights; the arguments are those of `skeleton`."""
+    return skeleton(_source(source), dtype, **options)
 
 
 def check_models(groups: Groups, record: bool = False) -> dict[grid.Cell, str]:
@@ -56,7 +54,7 @@ def check_models(groups: Groups, record: bool = False) -> dict[grid.Cell, str]:
         for cell in group
     }
     sources = sorted({source for used in uses.values() for source in used})
-    problems = {source: _problem(source[0], _skeleton, source[1]) for source in sources}
+    problems = {source: _problem(source[0], unloaded, source[1]) for source in sources}
     found = {cell: [*filter(None, map(problems.get, used))] for cell, used in uses.items()}
     return _recorded(
         {cell: "\n".join(text) for cell, text in found.items() if text}, groups, record
@@ -105,7 +103,7 @@ def _problem(where: str, check: Callable, *arguments: Any) -> str:
 
 
 def _check_tokenizer(target: str) -> None:
-    if directory_of(target) is None:
+    if _source(target).directory is None:
         raise ValueError(
             f"{target!r} is a preset, which has no tokenizer, and prompts are made from text: set "
             "a directory, or prompts=random"
@@ -114,7 +112,7 @@ def _check_tokenizer(target: str) -> None:
 
 def _make_prompts(cell: grid.Cell) -> None:
     size = cell.num_requests * cell.candidates, cell.context, cell.prompt_seed
-    source = cell.prompts, _tokenizer(cell.target), cell.prompt_path
+    source = cell.prompts, _source(cell.target).tokenizer, cell.prompt_path
     try:
         prompts.make(*source, *size, chat_template=cell.chat_template)
     except ValueError as error:  # its function counts prompts, a config rows
@@ -143,7 +141,7 @@ def check_cell(cell: grid.Cell, rows: int | None = None) -> Request | None:
     Raises:
       ValueError: the call would raise it too.
     """
-    load = functools.partial(_skeleton, dtype=cell.dtype, packed=cell.packed)
+    load = functools.partial(unloaded, dtype=cell.dtype, packed=cell.packed)
     text = [np.zeros(cell.context, np.int32)] * (rows or cell.batch)
     options = grid.options(cell, load)
     target = load(cell.target, **cell.storage)

@@ -33,6 +33,7 @@ from magicjax.files import locked, write_atomically
 from magicjax.loading import skeleton
 from magicjax.parallel import offloading
 from magicjax.prediction import choosing
+from magicjax.sources import Source
 from sharding import global_arrays
 
 MEMORY_SHARE = 0.7  # of a device's memory, for the weights of a model that reads a text
@@ -67,7 +68,10 @@ class Bench:
         """Returns the loaded model; the arguments are those of `magicjax.load`."""
         options = {"dtype": dtype, "mesh": mesh, "stages": stages, **options}
         key = ("model", directory, *sorted(options.items()))
-        return self._once(key, lambda: magicjax.load(directory, **options))
+        return self._once(key, lambda: magicjax.load(self._source(directory), **options))
+
+    def _source(self, directory: str) -> Source:
+        return self._once(("source", directory), lambda: Source(directory))
 
     def draft(self, directory: str, cell: Cell, **options: Any) -> Any:
         """Returns a small model of a cell; every stage holds all of its layers."""
@@ -91,7 +95,7 @@ class Bench:
             stored_as = cell.storage if directory == cell.target else {}
             form = stored_as.get("weights")
             packed = cell.activations == "int8"
-            model = skeleton(directory, cell.dtype, weights=form, packed=packed)
+            model = skeleton(self._source(directory), cell.dtype, weights=form, packed=packed)
             needed = footprint.of_models(model, None, rows=1, capacity=0).weights
             size = offloading.device_memory() or offloading.free_host_memory() or math.inf
             fits = needed < MEMORY_SHARE * size

@@ -26,7 +26,7 @@ from experiments.schema.paths import PATHS
 from experiments.schema.settings import columns_of, declared
 from magicjax.decoding.request import RequestOptions
 from magicjax.drafters import spec
-from magicjax.sources import directory_of
+from magicjax.sources import Source
 from magicjax.trees.token_tree import ROOT_ONLY, Shape
 from sharding import parse_mesh
 
@@ -339,8 +339,8 @@ def key(cell: Cell) -> str:
 
 def fingerprint(source: str) -> str:
     """Returns a hash of a model directory's files, "" for a preset, whose weights are random."""
-    directory = directory_of(source)
-    paths = sorted(directory.glob("*")) if directory else []
+    found = Source(source)
+    paths = [] if found.directory is None else sorted(found.checkpoint_directory.glob("*"))
     return hash_files(path for path in paths if path.suffix in (".json", ".jinja", ".safetensors"))
 
 

@@ -156,7 +156,8 @@ def of_grid(summary: str, profile: str) -> list[dict[str, Any]]:
         packed = row["activations"] == "int8"
         model = target_of(row["target"], row["dtype"], packed=packed, **storage)
         target = model_sizes(model, row["dtype"])
-        draft = make_draft(make_drafter(text, skeleton), target, row["dtype"])
+        load = functools.partial(skeleton, dtype=row["dtype"])
+        draft = make_draft(make_drafter(text, load), target, row["dtype"])
         shape = int(row["batch"]), int(row["context"]), int(row["nodes"]), int(row["gamma"])
         found = {"batch": shape[0], "context": shape[1], "method": row["method"], "tau": row["tau"]}
         found["speedup"] = row["speedup"]

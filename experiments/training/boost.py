@@ -40,7 +40,7 @@ from experiments.training import (
     trainer,
 )
 from experiments.training.boost_config import Boosting
-from magicjax.sources import checkpoint_directory
+from magicjax.sources import Source
 from models.hf_config_writing import write_config
 
 
@@ -82,7 +82,7 @@ def prepare(settings: Boosting, work: pathlib.Path) -> Material:
       ConfigError: models, text and settings do not fit each other.
       FileNotFoundError: a directory is missing.
     """
-    directory = checkpoint_directory(settings.target)
+    directory = Source(settings.target).checkpoint_directory
     target = models.load_checkpoint(directory, jnp.dtype(settings.dtype), weights="none")
     tokenizer = models.load_tokenizer(directory)
     if tokenizer is None or tokenizer.eos_token_id is None:
@@ -127,7 +127,7 @@ def check_shape(settings: Boosting, config: models.DecoderConfig) -> None:
 
 def _start(path: str, target: models.Checkpoint, tokenizer: Any) -> models.Checkpoint:
     """Loads a small model; raises ConfigError unless it has the target's vocabulary."""
-    directory = checkpoint_directory(path)
+    directory = Source(path).checkpoint_directory
     small = models.load_checkpoint(directory, jnp.float32, weights="none")
     if getattr(small.config, "draft_vocab_size", None) is not None:
         raise ConfigError(

@@ -31,7 +31,7 @@ from experiments.training.eagle_loss import HeadLoss, frozen_of, modules_of
 from experiments.training.generated_text import HELD_OUT_EVERY, Generated
 from experiments.training.trainer import Schedule
 from magicjax.benchmarks.tables import markdown_table
-from magicjax.sources import checkpoint_directory
+from magicjax.sources import Source
 from models.hf_config_writing import write_config
 
 MEASURED_ROWS = 64
@@ -98,7 +98,7 @@ def train(recipe: Recipe, work: pathlib.Path, out: pathlib.Path) -> dict[str, li
     Raises:
       ConfigError: target and recipe do not fit, or `work` has stages of other settings.
     """
-    directory = checkpoint_directory(recipe.target)
+    directory = Source(recipe.target).checkpoint_directory
     target = models.load_checkpoint(directory, jnp.dtype(recipe.dtype), weights="none")
     config = head_config(recipe.head, target.config)
     longest = max(phase.context for phase in _phases(recipe)) + 1

@@ -35,6 +35,7 @@ from magicjax.prediction import cost_model
 from magicjax.prediction.cost_model.profile import device_kind
 from magicjax.prediction.cost_model.work import Part
 from magicjax.prediction.planner.candidates import make_draft
+from magicjax.sources import Source
 from magicjax.trees.token_tree import chain
 from pallas_kernels.benchmarks.bandwidth import host_bandwidth, read_bandwidth
 from pallas_kernels.benchmarks.timing import fastest_seconds
@@ -255,8 +256,9 @@ def run(arguments: argparse.Namespace) -> None:
     for name, least in minimum.items():
         if (value := np.min(getattr(arguments, name))) < least:
             raise ValueError(f"{name}={value} must be at least {least}")
+    source = Source(arguments.target)
     target = load(
-        arguments.target,
+        source,
         dtype=arguments.dtype,
         weights=arguments.weights,
         kv_dtype=arguments.kv_dtype,
@@ -267,7 +269,7 @@ def run(arguments: argparse.Namespace) -> None:
     deepest = max(*arguments.nodes, arguments.gamma + 1)
     setup = Setup(target, arguments.backend, new_tokens(deepest))
     drafters = _drafters(arguments, dtype)
-    options.check_context(arguments.target, max(arguments.context), setup.new_tokens)
+    options.check_context(source, max(arguments.context), setup.new_tokens)
     for drafter in (None, *drafters.values()):
         for context in arguments.context:  # reports invalid input before measuring
             tree = None if drafter is None else chain(deepest - 1)

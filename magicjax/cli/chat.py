@@ -16,9 +16,10 @@ from magicjax.decoding.prompts import chat_tokens, token_ids
 from magicjax.decoding.text import Result
 from magicjax.engine.handle import RequestStats
 from magicjax.files import write_atomically
-from magicjax.loading import config_of
-from magicjax.model import DTYPES
+from magicjax.loading import skeleton
+from magicjax.model import DTYPES, Model
 from magicjax.options import token_count
+from magicjax.sources import Source
 from magicjax.suggest import did_you_mean
 
 PROMPT = "> "
@@ -123,25 +124,25 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
       ValueError, OSError: invalid options; all checks run before weights are loaded.
     """
-    drafting.resolve_sampling(arguments)
+    source = Source(arguments.target, arguments.tokenizer)
+    drafting.resolve_sampling(arguments, source)
     sampled = arguments.temperature != 0
     drafters = drafting.engine_drafters(arguments, sampled, "without --temperature")
     if not arguments.drafter and drafters != [drafting.SERVED]:
         print(f"drafter {drafters[0]}; --drafter none turns it off", file=sys.stderr)
     params = drafting.sampling_params(arguments, max_tokens=None)
-    tokenizer = text.tokenizer_of(arguments)
+    dtype = options.default_dtype(arguments.backend)
+    target = text.unloaded_target(arguments, source, dtype)
     shortest = [*_first_messages(arguments), {"role": "user", "content": "a"}]
     # An error if the template rejects such messages.
     template_kwargs = arguments.chat_template_kwargs
-    least = len(chat_tokens(tokenizer, shortest, template_kwargs)) + 1
-    drafting.show_sampling_defaults(arguments)
+    least = len(chat_tokens(target.tokenizer, shortest, template_kwargs)) + 1
+    drafting.show_sampling_defaults(arguments, source)
     adaptive = bool(drafters) and not arguments.no_adaptive
-    config = _engine_config(arguments, least, adaptive)
-    dtype = options.default_dtype(arguments.backend)
-    own: Any = dict(dtype=arguments.dtype or dtype, packed=arguments.activations == "int8")
-    load = functools.partial(text.unloaded, **own)
+    config = _engine_config(arguments, target, least, adaptive)
+    packed = text.is_packed(arguments)
+    load = functools.partial(skeleton, dtype=arguments.dtype or dtype, packed=packed)
     drafter, tree = drafting.speculation(drafters, arguments.tree, load)
-    target = text.unloaded_target(arguments, tokenizer, dtype)
     engine = magicjax.Engine(target, drafter, tree, config)
     first = _first_messages(arguments)
     session = Session(engine, params, target, first, template_kwargs=template_kwargs)
@@ -156,19 +157,20 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _engine_config(
-    arguments: argparse.Namespace, least: int, adaptive: bool
+    arguments: argparse.Namespace, target: Model, least: int, adaptive: bool
 ) -> magicjax.EngineConfig:
     """Returns the configuration of an engine of one slot, which stores one text.
 
     Args:
       arguments: of the command.
+      target: without weights.
       least: the fewest tokens of a conversation with an answer.
       adaptive: whether the engine chooses what drafts.
 
     Raises:
       ValueError: --max-context is smaller, or exceeds the target's positions.
     """
-    positions = config_of(arguments.target).max_positions
+    positions = target.config.max_positions
     limit = arguments.max_context
     limit = min(positions, MAX_CONTEXT) if limit is None else limit
     if not least <= limit <= positions:

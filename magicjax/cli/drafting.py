@@ -18,10 +18,9 @@ from magicjax.drafters.spec import (
     resolve,
     split,
 )
-from magicjax.loading import sampling_defaults
 from magicjax.options import as_help, options_of
 from magicjax.plugins import installed
-from magicjax.sources import fetched_draft
+from magicjax.sources import Source, fetched_draft
 from magicjax.trees.token_tree import DynamicTree, Tree, parse_tree
 from magicjax.verification.verify import VERIFIERS
 from pallas_kernels.cpu import build
@@ -247,7 +246,7 @@ def _bias(text: str) -> tuple[int, float]:
         raise argparse.ArgumentTypeError(f"{text!r} must be TOKEN=BIAS, such as 17=-2.5") from None
 
 
-def resolve_sampling(arguments: argparse.Namespace) -> None:
+def resolve_sampling(arguments: argparse.Namespace, target: Source) -> None:
     """Sets the options of sampling that are not given: with --do-sample, to the target's.
 
     Raises:
@@ -257,7 +256,7 @@ def resolve_sampling(arguments: argparse.Namespace) -> None:
     samples = arguments.do_sample or arguments.temperature is not None
     filters = ("top_k", "top_p", "min_p")
     options.check_effects(arguments, [(name, samples, "without --temperature") for name in filters])
-    asked = sampling_defaults(arguments.target) if arguments.do_sample else {}
+    asked = target.sampling_defaults if arguments.do_sample else {}
     if unsupported := sorted(set(asked) - set(SAMPLING_OPTIONS)):
         raise ValueError(
             f"--do-sample: generation_config.json asks for {', '.join(unsupported)}, which is not "
@@ -273,9 +272,9 @@ def resolve_sampling(arguments: argparse.Namespace) -> None:
             setattr(arguments, key, asked.get(key, default))
 
 
-def show_sampling_defaults(arguments: argparse.Namespace) -> None:
+def show_sampling_defaults(arguments: argparse.Namespace, target: Source) -> None:
     """Says on stderr if the target's files ask for sampling, and decoding is greedy."""
-    asked = {} if arguments.temperature else sampling_defaults(arguments.target)
+    asked = {} if arguments.temperature else target.sampling_defaults
     if not asked:
         return
     values = ", ".join(f"{key} {value:g}" for key, value in asked.items())

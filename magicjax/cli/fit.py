@@ -23,10 +23,10 @@ from magicjax.cli import options
 from magicjax.decoding.footprint import largest
 from magicjax.decoding.preparation import prefill_chunk
 from magicjax.drafters.sparse import BUDGET
-from magicjax.loading import matrix_formats
 from magicjax.options import token_count
 from magicjax.parallel import offloading
 from magicjax.prediction import cost_model
+from magicjax.sources import Source
 from sharding import MeshSize, parse_mesh
 
 GB = 1e9
@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
         targets,
     )
 
-    options.check_context(arguments.target, arguments.context)
+    options.check_context(Source(arguments.target), arguments.context)
     mesh = parse_mesh(arguments.mesh)
     fields = {field.name for field in dataclasses.fields(aot_compile.Workload)}
     values = {name: value for name, value in vars(arguments).items() if name in fields}
@@ -139,7 +139,6 @@ def summary(load: Any, counted: Any, compiled: dict | None, memory: int) -> dict
             name: max(0, program["temporary bytes"] - own.streamed)
             for name, program in compiled.items()
         }
-    weights = matrix_formats(load.target, load.weights, alike=load.offload or load.stage > 1)
     total = counted.resident + max(temporary.values())
     usable = int(USABLE * memory)
     max_context = largest(
@@ -152,7 +151,7 @@ def summary(load: Any, counted: Any, compiled: dict | None, memory: int) -> dict
         | {
             "backend": request.settings.backend or "xla",
             "micro_batches": request.target.layout.micro_batches,
-            "weights": str(weights) if weights else None,
+            "weights": str(request.target.weights) if request.target.weights else None,
         },
         "bytes on each device": {
             "weights": own.weights,

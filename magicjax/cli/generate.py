@@ -21,9 +21,10 @@ from magicjax.decoding.prompts import token_ids
 from magicjax.decoding.validation import DEFAULT_TREE
 from magicjax.drafters import Drafter
 from magicjax.drafters.spec import make_drafter, parse_all, parse_trees
-from magicjax.loading import config_of
+from magicjax.loading import skeleton
 from magicjax.model import DTYPES
 from magicjax.options import token_count
+from magicjax.sources import Source
 from magicjax.trees.token_tree import Tree
 from magicjax.verification.verify import VERIFIERS
 from magicjax.version import version
@@ -157,16 +158,17 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
       ValueError, OSError: invalid input.
     """
-    drafting.resolve_sampling(arguments)
+    source = Source(arguments.target, arguments.tokenizer)
+    drafting.resolve_sampling(arguments, source)
     _check(arguments)
     if not arguments.distributed:
-        return _generate(arguments, text.interruptible())
-    _join(arguments)
+        return _generate(arguments, source, text.interruptible())
+    _join(arguments, source)
     with _silent() if jax.process_index() > 0 else contextlib.nullcontext():
-        return _generate(arguments, contextlib.nullcontext(threading.Event()))
+        return _generate(arguments, source, contextlib.nullcontext(threading.Event()))
 
 
-def _join(arguments: argparse.Namespace) -> None:
+def _join(arguments: argparse.Namespace, source: Source) -> None:
     """Joins the other processes.
 
     Raises:
@@ -177,11 +179,10 @@ def _join(arguments: argparse.Namespace) -> None:
             f"{AUTO} depends on measured times, which differ between processes: select a "
             "drafter and a tree"
         )
-    prompt, config = _prompt(arguments), config_of(arguments.target)
     local = ("run", "rank", "coordinator", "prompt", "prompt_file")
     shared = [(name, value) for name, value in vars(arguments).items() if name not in local]
     position = arguments.coordinator, arguments.processes, arguments.rank
-    run = (*shared, prompt, version(), config)
+    run = (*shared, _prompt(arguments), version(), source.config)
     processes.join(*position, meshes=[arguments.mesh or ""], run=run)
 
 
@@ -228,19 +229,20 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _generate(
-    arguments: argparse.Namespace, interruptible: AbstractContextManager[threading.Event]
+    arguments: argparse.Namespace,
+    source: Source,
+    interruptible: AbstractContextManager[threading.Event],
 ) -> int:
     """Prints the text while it is generated. Options are validated before weights are loaded."""
-    tokenizer = text.tokenizer_of(arguments)
+    target = text.unloaded_target(arguments, source)
     drafter, tree = speculation(arguments)
-    drafting.show_sampling_defaults(arguments)
+    drafting.show_sampling_defaults(arguments, source)
     params = drafting.sampling_params(
         arguments,
         max_tokens=arguments.max_tokens,
         grammar=_grammar(arguments),
         logprobs=arguments.logprobs,
     )
-    target = text.unloaded_target(arguments, tokenizer)
     prompts = token_ids(target, [_prompt(arguments)])
     rounds = magicjax.stream(
         target,
@@ -259,7 +261,7 @@ def _generate(
         output = text.print_stream(rounds, interrupted.is_set)
     (result,) = output.results
     if result.logprobs is not None:
-        lines = text.log_prob_lines(tokenizer, result.tokens, result.logprobs)
+        lines = text.log_prob_lines(target.tokenizer, result.tokens, result.logprobs)
         print(lines, file=sys.stderr)
     if output.choice is not None:
         print(output.choice, file=sys.stderr)
@@ -309,10 +311,8 @@ def speculation(
     arguments: argparse.Namespace,
 ) -> "tuple[Drafter | magicjax.Auto | None, Tree | None]":
     """Returns (drafter, tree) for `magicjax.stream`, with draft models without weights."""
-    options: Any = dict(
-        shards=arguments.draft_shards, packed=arguments.activations == "int8" and not arguments.mesh
-    )
-    load = functools.partial(text.unloaded, dtype=arguments.dtype, **options)
+    packed, shards = text.is_packed(arguments), arguments.draft_shards
+    load = functools.partial(skeleton, dtype=arguments.dtype, packed=packed, shards=shards)
     if AUTO in arguments.tree:
         from magicjax.prediction.choosing import for_tree  # imports the planner
 

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 
 from magicjax.drafters.spec import DRAFTER_SYNTAX, parse_all, parse_trees
-from magicjax.loading import ACTIVATIONS, config_of
+from magicjax.loading import ACTIVATIONS
 from magicjax.model import KV_DTYPES
+from magicjax.sources import Source
 from models import parse_weights
 from pallas_kernels.cpu import build
 
@@ -133,15 +134,15 @@ def check_effects(
             raise ValueError(f"{flag(name)} has no effect {when}: remove it")
 
 
-def check_context(source: str, context: int, timed_tokens: int = 0) -> None:
+def check_context(source: Source, context: int, timed_tokens: int = 0) -> None:
     """Raises ValueError if a context, and the tokens that a timed loop adds, exceed a model's.
 
     Args:
-      source: as for `magicjax.load`.
+      source: of the model.
       context: tokens per row.
       timed_tokens: tokens that a timed loop adds to the context.
     """
-    positions = config_of(source).max_positions
+    positions = source.config.max_positions
     if context > positions - timed_tokens:
         timed = f", of which a timed loop needs {timed_tokens}" if timed_tokens else ""
         raise ValueError(

@@ -24,6 +24,7 @@ from magicjax.prediction.planner.candidates import (
     make_candidate,
     model_sizes,
 )
+from magicjax.sources import Source
 from magicjax.trees.token_tree import TokenTree, chain
 from sharding import abstract_mesh, parse_mesh
 
@@ -81,8 +82,9 @@ def run(arguments: argparse.Namespace) -> None:
     """
     machine = machine_of(arguments)
     arguments.dtype = arguments.dtype or machine.device.dtype
+    source = Source(arguments.target)
     model = skeleton(
-        arguments.target,
+        source,
         arguments.dtype,
         weights=arguments.weights,
         kv_dtype=arguments.kv_dtype,
@@ -91,7 +93,7 @@ def run(arguments: argparse.Namespace) -> None:
     )
     target = model_sizes(model, arguments.dtype)
     cost_model.check_dtype(machine.device, arguments.dtype, arguments.device)
-    options.check_context(arguments.target, arguments.context)
+    options.check_context(source, arguments.context)
     candidates, sources = candidates_of(arguments, model, machine)
     where = machine, arguments.batch, arguments.context
     plan = planner.plan(target, candidates, *where, free_memory(model, *where))
@@ -142,7 +144,7 @@ def candidates_of(
         measured = [acceptance.from_text(source, drafter)]
     at_context = acceptance.at_context(measured, arguments.context)
     packed = _is_packed(arguments, machine)
-    load = functools.partial(skeleton, dtype=target.dtype, packed=packed)
+    load = functools.partial(skeleton, dtype=arguments.dtype, packed=packed)
     shape = arguments.batch, arguments.context
     candidates = [
         candidate(name, table, target, machine, *shape, load)

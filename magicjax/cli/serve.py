@@ -18,8 +18,10 @@ from magicjax.decoding import memory, program_cache
 from magicjax.decoding.request import Request
 from magicjax.engine import memory_check
 from magicjax.engine.templates import validated
+from magicjax.loading import skeleton
 from magicjax.model import DTYPES, Model
 from magicjax.options import token_count
+from magicjax.sources import Source
 from magicjax.verification.logprobs import MAX_ALTERNATIVES
 from sharding import parse_mesh
 
@@ -310,12 +312,11 @@ def _described(
     Raises:
       ValueError, OSError: invalid options, or a model that cannot be read.
     """
-    tokenizer, dtype = text.tokenizer_of(arguments), options.default_dtype(arguments.backend)
+    source = Source(arguments.target, arguments.tokenizer)
+    dtype, packed = options.default_dtype(arguments.backend), text.is_packed(arguments)
     mesh = magicjax.make_mesh(*parse_mesh(arguments.mesh)) if arguments.mesh else None
-    target = text.unloaded_target(arguments, tokenizer, dtype)
-    packed = mesh is None and arguments.activations == "int8"
-    own: Any = dict(dtype=arguments.dtype or dtype, packed=packed)
-    load = functools.partial(text.unloaded, **own)
+    target = text.unloaded_target(arguments, source, dtype)
+    load = functools.partial(skeleton, dtype=arguments.dtype or dtype, packed=packed)
     drafter, tree = drafting.speculation(drafters, arguments.tree, load)
     config = engine_config(arguments, target, bool(drafters) and not arguments.no_adaptive)
     config, row = validated(target, drafter, tree, config, mesh)

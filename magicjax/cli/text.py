@@ -14,45 +14,45 @@ from jaxtyping import Int
 from magicjax.decoding.output import Output
 from magicjax.decoding.text import NewTokens
 from magicjax.decoding.text_stream import token_texts
-from magicjax.loading import check_tokenizer, config_of, load_tokenizer, skeleton, stored_dtype
+from magicjax.loading import skeleton
 from magicjax.model import Model
+from magicjax.sources import Source
 from magicjax.verification.logprobs import LogProbs
 
 DIM, NORMAL = "\x1b[2m", "\x1b[22m"  # of ANSI terminals
 
 
-def tokenizer_of(arguments: argparse.Namespace) -> Any:
-    """Returns the target's tokenizer."""
-    config = config_of(arguments.target)
-    source = arguments.tokenizer or arguments.target
-    tokenizer = load_tokenizer(source)
-    if tokenizer is None:
-        raise ValueError(f"{source} has no tokenizer: pass a directory that has one as --tokenizer")
-    if getattr(tokenizer, "backend_tokenizer", None) is None:  # `print_stream` uses it
+def unloaded_target(
+    arguments: argparse.Namespace, source: Source, dtype: str | None = None
+) -> Model:
+    """Returns the target without weights; `dtype` is the default of --dtype, None for as stored.
+
+    Raises:
+      ValueError: it has no tokenizer, or one that cannot stream text.
+    """
+    tokenizer_text = arguments.tokenizer or arguments.target
+    if source.tokenizer is None:
         raise ValueError(
-            f"{source} has a tokenizer without tokenizer.json: save it with transformers' "
+            f"{tokenizer_text} has no tokenizer: pass a directory that has one as --tokenizer"
+        )
+    if getattr(source.tokenizer, "backend_tokenizer", None) is None:  # `print_stream` uses it
+        raise ValueError(
+            f"{tokenizer_text} has a tokenizer without tokenizer.json: save it with transformers' "
             "save_pretrained as a fast tokenizer"
         )
-    check_tokenizer(tokenizer, config.vocab_size, source)
-    return tokenizer
-
-
-def unloaded_target(arguments: argparse.Namespace, tokenizer: Any, dtype: Any = None) -> Model:
-    """Returns the target without weights; `dtype` is the default of --dtype, None for as stored."""
-    return unloaded(
-        arguments.target,
+    return skeleton(
+        source,
         arguments.dtype or dtype,
         weights=arguments.weights,
         kv_dtype=arguments.kv_dtype,
         offload=arguments.offload,
-        tokenizer=tokenizer,
-        packed=arguments.activations == "int8" and not getattr(arguments, "mesh", None),
+        packed=is_packed(arguments),
     )
 
 
-def unloaded(source: str, dtype: Any = None, **options: Any) -> Model:
-    """Returns a model without weights; `dtype` is None for as stored, as in `magicjax.load`."""
-    return skeleton(source, dtype or stored_dtype(source), **options)
+def is_packed(arguments: argparse.Namespace) -> bool:
+    """Returns whether matrices of GGUF files stay in the file's types, if kernels can read them."""
+    return arguments.activations == "int8" and not getattr(arguments, "mesh", None)
 
 
 @contextlib.contextmanager

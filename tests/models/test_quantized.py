@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import magicjax
 import models
+from magicjax.sources import Source
 from models import WeightFormat, quantized
 from sharding import EMBED, HEAD_DIM, HEADS, MLP
 from tests.magicjax import tiny
@@ -51,7 +51,7 @@ def test_nothing_is_rounded_to_formats_of_checkpoints(text):
     with pytest.raises(ValueError, match="only checkpoints have float8 values and zero"):
         models.quantize(np.ones((64, 8)), form, 1)
     with pytest.raises(ValueError, match="only checkpoints have float8 values and zero"):
-        magicjax.loading.matrix_formats("opt-125m", text)
+        Source("opt-125m").matrix_formats(text)
 
 
 def test_groups_that_do_not_divide_a_matrix_are_refused():

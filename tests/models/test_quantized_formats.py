@@ -8,6 +8,7 @@ import pytest
 
 import magicjax
 import models
+from magicjax.sources import Source
 from tests.magicjax import keywords
 from tests.models.quantized_layouts import write_pair
 from tests.models.test_huggingface import assert_identical
@@ -57,7 +58,7 @@ def test_formats_of_other_checkpoints_are_refused(tmp_path):
         with pytest.raises(ValueError, match=message):
             models.load_checkpoint(path, weights=weights)
         with pytest.raises(ValueError, match=message):
-            magicjax.loading.matrix_formats(path, weights)
+            Source(path).matrix_formats(weights)
 
 
 PART = dict(ignored=("lm_head", "layers.1.mlp.down_proj"))

@@ -13,7 +13,7 @@ import safetensors.numpy
 
 import magicjax
 import models
-from magicjax import loading
+from magicjax import loading, sources
 from models import huggingface, quantized_checkpoints
 from pallas_kernels.cpu import build
 from pallas_kernels.cpu.packed import ROUNDED
@@ -446,7 +446,7 @@ def test_groups_that_a_mesh_would_divide_are_smaller_as_the_error_says(tmp_path)
 def test_a_preset_for_which_memory_is_short_has_the_options_of_the_error(monkeypatch):
     config = gguf_cases.config(num_layers=2, vocab_size=64)
     monkeypatch.setattr(models, "preset", lambda name: config)
-    monkeypatch.setattr(loading, "directory_of", lambda source, weights=True: None)
+    monkeypatch.setattr(sources, "_find", lambda name: None)
     for form in (None, "int8", "int4:32"):
         options = dict(dtype="bfloat16") | (dict(weights=form) if form else {})
         text = " and ".join(f"{name}={value!r}" for name, value in options.items())

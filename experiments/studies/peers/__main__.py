@@ -33,7 +33,7 @@ from experiments.studies.peers.process import Peer, Run, run_magicjax, run_peer
 from experiments.training import draft_vocab
 from magicjax.benchmarks.tables import markdown_table
 from magicjax.files import write_atomically
-from magicjax.sources import DOWNLOADS, checkpoint_directory
+from magicjax.sources import DOWNLOADS, Source
 from models.quantized import NONE
 
 PROG = "python -m experiments.studies.peers"
@@ -86,7 +86,7 @@ def hf_directory(source: str, folder: pathlib.Path) -> pathlib.Path:
     It is a copy in `folder` of a model with a draft vocabulary, with an embedding for every token,
     and of a converted GGUF file, without its quantization.
     """
-    directory = checkpoint_directory(source)
+    directory = Source(source).checkpoint_directory
     is_draft = getattr(models.load_config(directory), "draft_vocab_size", None) is not None
     if not is_draft and not is_gguf(source):
         return directory
@@ -154,7 +154,7 @@ def reader_calls(
 def stored_file(source: str) -> pathlib.Path:
     """Returns the GGUF file of a model."""
     if source in DOWNLOADS:
-        return checkpoint_directory(source) / DOWNLOADS[source].file
+        return Source(source).checkpoint_directory / DOWNLOADS[source].file
     return pathlib.Path(source)
 
 

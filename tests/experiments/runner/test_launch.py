@@ -398,7 +398,8 @@ def test_a_cell_whose_model_was_missing_is_measured_by_the_next_run(
     shutil.copytree("experiments/zoo/draft-1", draft)
     assert launch.main([str(path)]) == 0
     shutil.rmtree(draft)
-    preflight._skeleton.cache_clear()  # as in a new process
+    preflight.unloaded.cache_clear()  # as in a new process
+    preflight._source.cache_clear()
     capsys.readouterr()
     assert launch.main([str(path)]) == 0  # it has a result
     assert "cannot run" not in capsys.readouterr().out

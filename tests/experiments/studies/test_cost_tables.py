@@ -7,9 +7,9 @@ import pandas as pd
 import pytest
 
 from experiments.studies import cost_tables
-from magicjax.loading import config_of
 from magicjax.prediction import cost_model
 from magicjax.prediction.cost_model.profile import save_profile
+from magicjax.sources import Source
 
 
 def errors(rows, column):
@@ -111,7 +111,7 @@ GRID = pd.DataFrame(
 
 
 def test_cells_of_a_grid_beside_predictions_from_constants_and_from_timed_passes(tmp_path):
-    sizes = cost_model.sizes_of(config_of(TARGET), "float32", "target")
+    sizes = cost_model.sizes_of(Source(TARGET).config, "float32", "target")
     passes = cost_model.Steps(
         sizes.key, cost_model.PASS, (4,), (8192,), (1, 4, 5), (2e-3, 4e-3, 5e-3)
     )

@@ -110,7 +110,7 @@ def test_invalid_options_are_refused_with_the_remedy(options, message, capsys):
 
 def test_peers_read_the_values_of_the_target_or_its_stored_weights(main, tmp_path, monkeypatch):
     monkeypatch.setattr(peers, "hf_calls", lambda *_: {})
-    monkeypatch.setattr(peers, "checkpoint_directory", lambda name: tmp_path)
+    monkeypatch.setattr(peers.Source, "checkpoint_directory", tmp_path)
     (tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf").touch()
     lines = "target: smollm2\nprompts: docs\ngrid: {target_weights: [none, '']}"
     rows, _ = main(lines, "--environments", str(tmp_path))
@@ -126,7 +126,8 @@ def test_peers_read_the_values_of_the_target_or_its_stored_weights(main, tmp_pat
 
 
 def test_peers_draft_with_the_file_of_the_small_model(tmp_path, monkeypatch):
-    monkeypatch.setattr(peers, "checkpoint_directory", tmp_path.joinpath)
+    directory = property(lambda source: tmp_path / source.text)
+    monkeypatch.setattr(peers.Source, "checkpoint_directory", directory)
     path = tmp_path / "mine.yaml"
     path.write_text(
         "target: qwen2.5-coder-1.5b\n"

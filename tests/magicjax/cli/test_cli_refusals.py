@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import types
 
 import numpy as np
 import pytest
@@ -199,7 +200,8 @@ def test_invalid_arguments_exit_with_code_2_and_the_reason(
 
 
 def test_a_slow_tokenizer_is_an_error_before_weights_are_loaded(directory, run, monkeypatch):
-    monkeypatch.setattr(models, "load_tokenizer", lambda source: object())
+    slow = types.SimpleNamespace(get_vocab=dict)
+    monkeypatch.setattr(models, "load_tokenizer", lambda source: slow)
     monkeypatch.setattr(loading, "with_weights", lambda *_: pytest.fail("weights were loaded"))
     code, out, err = run("generate", "--target", directory, "--prompt", "a")
     assert (code, out) == (2, "")

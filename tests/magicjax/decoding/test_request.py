@@ -15,6 +15,7 @@ from magicjax import loading
 from magicjax.decoding.preparation import place, prepare, validate
 from magicjax.decoding.request import RequestOptions
 from magicjax.parallel.layouts import Resident
+from magicjax.sources import Source
 from magicjax.verification.sampling import row_keys
 from sharding import abstract_mesh
 from tests.magicjax import small_tokenizers, tiny
@@ -59,9 +60,9 @@ def test_weights_are_loaded_after_validation():
 
 def test_a_preset_keeps_the_tokenizer_that_it_was_given(monkeypatch):
     monkeypatch.setattr(loading, "_initialized", lambda *_: ({}, Resident()))
-    tokenizer = types.SimpleNamespace(get_vocab=dict)
-    skeleton = loading.skeleton("opt-125m", "float32", tokenizer=tokenizer)
-    assert loading.with_weights(skeleton).tokenizer is tokenizer
+    source = Source("opt-125m", "experiments/zoo/target")
+    skeleton = loading.skeleton(source, "float32")
+    assert loading.with_weights(skeleton).tokenizer is source.tokenizer is not None
     other = types.SimpleNamespace(get_vocab=dict)
     replaced = dataclasses.replace(skeleton, tokenizer=other)
     assert loading.with_weights(replaced).tokenizer is other

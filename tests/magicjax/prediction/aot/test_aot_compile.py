@@ -5,8 +5,8 @@ import dataclasses
 import jax
 import pytest
 
-from magicjax import loading
 from magicjax.prediction.aot import aot_compile
+from magicjax.sources import Source
 from sharding import abstract_mesh
 
 LOAD = aot_compile.Workload("llama-3.2-1b", "self:streaming:512", "chain:4", 16, 32768, "h200")
@@ -20,12 +20,12 @@ def abstract_request(**changes):
 @pytest.fixture
 def two_layers(monkeypatch):
     """Cuts every model to two layers, which trace faster."""
-    whole = loading.config_of
+    whole = Source.config.func
 
     def cut(source):
         return dataclasses.replace(whole(source), num_layers=2)
 
-    monkeypatch.setattr(loading, "config_of", cut)
+    monkeypatch.setattr(Source, "config", property(cut))
 
 
 @pytest.mark.slow
