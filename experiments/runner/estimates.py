@@ -45,7 +45,7 @@ def of(cell: grid.Cell, on_gpu: bool, chooses: bool) -> Estimate:
     target, shape = load(cell.target, **cell.storage), (cell.batch, cell.context + cell.new_tokens)
     num_bytes = footprint.of_models(target, None, *shape).resident
     for part in cell.drafts:
-        drafter = spec.from_spec(part, load).for_target(target)
+        drafter = spec.make_one(part, load).for_target(target)
         num_bytes += footprint.of_models(target, drafter, *shape).draft
     sizes = model_sizes(target, cell.dtype)
     return Estimate(num_bytes / 1e9, _seconds(cell, sizes, on_gpu, chooses))

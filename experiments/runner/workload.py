@@ -21,7 +21,7 @@ from experiments.prompts import RANDOM, TEXTS, Prompt, metrics
 from experiments.runner import teacher
 from experiments.runner.provenance import code
 from experiments.schema import grid, store
-from experiments.schema.grid import Cell, fingerprint, make_drafter, plain_of
+from experiments.schema.grid import Cell, fingerprint, plain_of
 from magicjax import generation
 from magicjax.benchmarks import profile_phases
 from magicjax.decoding import footprint, memory, program_cache
@@ -321,7 +321,7 @@ def _view(cell: Cell) -> dict[str, int] | None:
     cheaper = any(cell.options.get(name) for name in ("weights", "layers", "draft_vocab"))
     if cell.draft not in ("self", "full", "small") or cheaper:
         return None
-    drafter, _ = make_drafter(cell)
+    drafter, _ = cell.speculation
     sparse = getattr(drafter, "sparse", None)
     if sparse is None:
         return {}

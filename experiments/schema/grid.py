@@ -5,6 +5,7 @@ every method, and has cells of its own only in an experiment without methods.
 """
 
 import dataclasses
+import functools
 import inspect
 import json
 import math
@@ -47,11 +48,26 @@ class Cell(_Settings):
         """Whether it is plain decoding."""
         return self.drafter == PLAIN["drafter"]
 
+    @functools.cached_property
+    def parsed(self) -> list[spec.Drafters]:
+        """The drafter, those that "auto" tries, or [] in plain decoding."""
+        texts = self.drafter, *self.drafters
+        return [spec.parse(text) for text in texts if text not in (AUTO, PLAIN["drafter"])]
+
+    @functools.cached_property
+    def trees(self) -> spec.Trees:
+        """The trees of its drafters."""
+        return spec.parse_trees(self.tree)
+
+    @functools.cached_property
+    def speculation(self) -> tuple[Any, Any]:
+        """(drafter, tree) with stand-ins for models."""
+        return make_drafter(self, method.named)
+
     @property
     def drafts(self) -> list[spec.Spec]:
         """The drafters, several of an ensemble, a cascade or of those that "auto" tries."""
-        texts = {PLAIN["drafter"]: (), AUTO: self.drafters}.get(self.drafter, (self.drafter,))
-        return [part for text in texts for part in spec.parse_all(text)]
+        return [one for parsed in self.parsed for one in parsed.parts]
 
     @property
     def draft(self) -> str:
@@ -60,7 +76,7 @@ class Cell(_Settings):
             return self.drafter
         if len(self.drafts) == 1:
             return self.drafts[0].name
-        return "cascade" if spec.is_cascade(self.drafter) else "ensemble"
+        return "cascade" if self.parsed[0].is_cascade else "ensemble"
 
     @property
     def options(self) -> dict[str, Any]:
@@ -68,7 +84,7 @@ class Cell(_Settings):
         if self.draft in (PLAIN["drafter"], AUTO, "ensemble", "cascade"):
             return {}
         (part,) = self.drafts
-        values = spec.values_of(spec.make_drafter(self.drafter, method.named))
+        values = spec.values_of(self.speculation[0])
         own = {name: values.pop(name) for name in part.policy_values}
         written = " ".join(f"{name}={value}" for name, value in own.items())
         return values | ({"policy_options": written} if own else {})
@@ -93,7 +109,7 @@ class Cell(_Settings):
         """The bounds of the tree of a round."""
         if self.is_plain:
             return ROOT_ONLY.shape
-        drafter, tree = make_drafter(self)
+        drafter, tree = self.speculation
         return drafter.tree.shape if self.drafter == AUTO else drafter.shape(tree)
 
     @property
@@ -109,7 +125,7 @@ class Cell(_Settings):
         """How children are drawn, "" in greedy decoding."""
         if self.is_plain or self.drafter == AUTO or not self.temperature:
             return ""
-        drafter, tree = make_drafter(self)
+        drafter, tree = self.speculation
         return " + ".join(sorted(drafter.draw_methods(tree)))
 
     @property
@@ -145,11 +161,17 @@ class Cell(_Settings):
         return magicjax.make_mesh(*parse_mesh(self.mesh)) if self.mesh else None
 
     @property
+    def names(self) -> list[str]:
+        """The names of the drafter and of those that "auto" tries, without paths of models."""
+        first = {PLAIN["drafter"]: ["plain"], AUTO: [AUTO]}.get(self.drafter, [])
+        return [*first, *map(method.short_name, self.parsed)]
+
+    @property
     def method(self) -> str:
         """The method's name in tables and figures, the same greedily and sampled by default."""
         verifier = "" if self.verifier == method.VERIFIER else self.verifier
         adaptive = "adaptive" * self.adaptive
-        parts = method.short_name(self.drafter), self.tree, verifier, adaptive
+        parts = self.names[0], self.tree, verifier, adaptive
         return ", ".join(filter(None, parts))
 
     @property
@@ -307,9 +329,17 @@ def _check_names(cell: Cell) -> None:
             )
 
 
-def make_drafter(cell: Cell, load: Callable[..., Any] = method.named) -> tuple[Any, Any]:
-    """Returns (drafter, tree) of a cell; see `method.make_drafter`."""
-    return method.make_drafter({name: getattr(cell, name) for name in PLAIN}, load)
+def make_drafter(cell: Cell, load: Callable[..., Any]) -> tuple[Any, Any]:
+    """Returns (drafter, tree) of a cell, as arguments of `magicjax.generate`.
+
+    `load` returns the model of a path.
+    """
+    if cell.is_plain:
+        return None, None
+    if cell.drafter == AUTO:
+        tried = [spec.make_drafter(parsed, load) for parsed in cell.parsed]
+        return method.make_auto(tried, cell.profile, cell.trees), None
+    return method.resolve(cell.parsed[0], cell.trees, load)
 
 
 def options(cell: Cell, load: Callable[..., Any]) -> RequestOptions:
@@ -332,8 +362,7 @@ def key(cell: Cell) -> str:
     working directory.
     """
     names = {path: pathlib.PurePath(getattr(cell, path)).name for path in PATHS}
-    drafters = [method.short_name(text) for text in (cell.drafter, *cell.drafters)]
-    settings = resolved(cell) | names | {"drafter": drafters[0], "drafters": drafters[1:]}
+    settings = resolved(cell) | names | {"drafter": cell.names[0], "drafters": cell.names[1:]}
     return store.digest(json.dumps(settings, sort_keys=True))
 
 
@@ -346,7 +375,7 @@ def fingerprint(source: str) -> str:
 
 def drafters_fingerprint(cell: Cell) -> str:
     """Returns a hash of the files that define a cell's drafters and policies."""
-    drafters = [spec.from_spec(part, method.named) for part in cell.drafts]
+    drafters = [spec.make_one(part, method.named) for part in cell.drafts]
     policies = [getattr(drafter, "policy", None) for drafter in drafters]
     defined = [*drafters, *(each for each in policies if isinstance(each, magicjax.Policy))]
     files = {inspect.getfile(type(each)) for each in defined}

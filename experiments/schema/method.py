@@ -1,7 +1,9 @@
 """A method of speculation, as an experiment file describes it: drafter, tree, verifier."""
 
+import functools
 import itertools
 import pathlib
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, ClassVar
 
 import tyro
@@ -17,6 +19,7 @@ from magicjax.verification.verify import VERIFIERS
 AUTO = "auto"
 SAMPLING_VERIFIERS = tuple(name for name in VERIFIERS if name != "greedy")
 VERIFIER = "mss"  # under sampling
+TREE = "chain:4"
 
 # Options of the package's drafters, which are columns; those of other drafters are further columns.
 OPTIONS = tuple(
@@ -92,8 +95,8 @@ class Method(Strict):
         for name, values in self.options.items():
             if not values or any(isinstance(value, dict | list) for value in values):
                 raise ValueError(f"{name}={values!r}: give a value, or a list of values")
-        for cell in self.cells(sampled=True):
-            make_drafter(cell, named)
+        for drafter, tree in itertools.product(self._made(sampled=True), self._trees):
+            resolve(drafter, tree, named)
         return self
 
     def _check_auto(self) -> None:
@@ -102,8 +105,9 @@ class Method(Strict):
         if self.options:
             names = ", ".join(self.options)
             raise ValueError(f"{names} has no effect with drafter=auto: write it in drafters")
-        for text in self.drafters:
-            spec.parse(text)
+        tried = [spec.make_one(spec.parse_one(text), named) for text in self.drafters]
+        for tree in self._trees:
+            make_auto(tried, self.profile, tree)
 
     def needing(self, setting: str) -> list[str]:
         """Returns the keys that have no effect without a setting of the experiment."""
@@ -113,56 +117,68 @@ class Method(Strict):
         }
         return [name for name, is_set in found[setting].items() if is_set]
 
+    @functools.cached_property
+    def _parsed(self) -> list[spec.Drafters]:
+        return [spec.parse(text) for text in self.drafter if text != AUTO]
+
+    @functools.cached_property
+    def _trees(self) -> list[spec.Trees]:
+        return [*map(spec.parse_trees, self.tree or ["chain:8" if AUTO in self.drafter else TREE])]
+
+    def _made(self, sampled: bool) -> list[magicjax.Drafter]:
+        """Returns the drafters with each combination of options, [] for "auto".
+
+        They have stand-ins for models. Raises as `cells`.
+        """
+        options = {n: values for n, values in self.options.items() if sampled or n != "draw"}
+        combinations = itertools.product(self._parsed, *options.values())
+        return [
+            _with_options(parsed, dict(zip(options, values))) for parsed, *values in combinations
+        ]
+
     def cells(self, sampled: bool) -> list[dict[str, Any]]:
         """Returns the method's fields of each cell; `sampled`: under sampling.
 
         Raises:
           ValueError: an unknown drafter, or options that do not fit together.
         """
-        trees = self.tree or ["chain:8" if AUTO in self.drafter else "chain:4"]
+        drafters = [AUTO] if AUTO in self.drafter else map(spec.text_of, self._made(sampled))
         verifiers = (self.verifier or [VERIFIER]) if sampled else [""]
-        options = {n: values for n, values in self.options.items() if sampled or n != "draw"}
         fixed = {"drafters": tuple(self.drafters), "profile": self.profile}
         return [
-            {
-                "drafter": _text(drafter, dict(zip(options, values))),
-                "tree": tree,
-                "verifier": verifier,
-                "adaptive": adaptive,
-            }
+            {"drafter": drafter, "tree": tree.text, "verifier": verifier, "adaptive": adaptive}
             | fixed
-            for drafter, *values, tree, verifier, adaptive in itertools.product(
-                self.drafter, *options.values(), trees, verifiers, self.adaptive
+            for drafter, tree, verifier, adaptive in itertools.product(
+                drafters, self._trees, verifiers, self.adaptive
             )
         ]
 
 
-def _text(drafter: str, options: dict[str, Any]) -> str:
-    """Returns the text of a drafter with all of its options.
+def _with_options(parsed: spec.Drafters, options: dict[str, Any]) -> magicjax.Drafter:
+    """Returns a drafter with all of its options, with stand-ins for models.
 
     Raises:
       ValueError: keys that are not options of the drafter, or options that do not fit together.
     """
-    if drafter == AUTO:
-        return drafter
     # "" and None mean that an option is not set.
     chosen = {name: value for name, value in options.items() if value not in ("", None)}
     if not chosen:
-        return spec.text_of(spec.make_drafter(drafter, named))
-    if len(spec.split(drafter)) > 1:
+        return spec.make_drafter(parsed, named)
+    if len(parsed.parts) > 1:
         raise ValueError(
-            f"{', '.join(chosen)} could belong to any member of {drafter!r}: write it in the text "
-            "of one"
+            f"{', '.join(chosen)} could belong to any member of {parsed.text!r}: write it in the "
+            "text of one"
         )
-    known = spec.known_options(drafter, chosen.get("policy"))
+    (one,) = parsed.parts
+    known = spec.known_options(one, chosen.get("policy"))
     for name in chosen:
         if name not in known:
             own = [key for key in Method.model_fields if key not in {*known, "options"}]
             raise ValueError(
-                f"{name}: no such key with drafter={drafter}{did_you_mean(name, [*own, *known])} "
+                f"{name}: no such key with drafter={one.text}{did_you_mean(name, [*own, *known])} "
                 f"(keys: {', '.join(own)}, {names_by_owner(known.values())})"
             )
-    return spec.text_of(spec.from_spec(spec.with_options(drafter, chosen), named))
+    return spec.make_one(spec.with_options(one, chosen), named)
 
 
 def named(path: str, **options: Any) -> magicjax.Model:
@@ -170,30 +186,31 @@ def named(path: str, **options: Any) -> magicjax.Model:
     return magicjax.Model(module=None, params=None, name=path)  # type: ignore[arg-type]
 
 
-def make_drafter(cell: dict[str, Any], load: Any) -> tuple[Any, Any]:
-    """Returns (drafter, tree) of a cell's fields, as arguments of `magicjax.generate`.
+def resolve(drafter: Any, trees: spec.Trees, load: Callable) -> tuple[Any, Any]:
+    """Returns (drafter, tree), as arguments of `magicjax.generate`.
 
-    `load` returns the model of a path.
+    Args:
+      drafter: made, or parsed.
+      trees: of its members.
+      load: returns the model of a path.
 
     Raises:
-      ValueError: the tree does not fit the drafter.
+      ValueError: the trees do not fit the drafter.
     """
-    if cell["drafter"] == PLAIN["drafter"]:
-        return None, None
-    if cell["drafter"] == AUTO:
-        tried = [spec.make_drafter(text, load) for text in cell["drafters"]]
-        deepest = magicjax.parse_tree(cell["tree"])
-        return magicjax.Auto(tried or None, deepest, cell["profile"] or None), None
-    drafter, tree = spec.resolve(cell["drafter"], cell["tree"], load)
+    drafter, tree = spec.resolve(drafter, trees, load)
     drafter.draw_methods(tree)  # raises if it cannot draw the children of such a tree
     return drafter, tree
 
 
-def short_name(drafter: str) -> str:
+def make_auto(tried: Iterable[magicjax.Drafter], profile: str, trees: spec.Trees) -> magicjax.Auto:
+    """Returns the choice among drafters, with the tree of the trials."""
+    return magicjax.Auto([*tried] or None, magicjax.parse_tree(trees.text), profile or None)
+
+
+def short_name(drafter: spec.Drafters) -> str:
     """Returns the text of a drafter with the names of models instead of their paths."""
-    if drafter in (AUTO, PLAIN["drafter"]):
-        return "plain" if drafter == PLAIN["drafter"] else drafter
-    made = spec.make_drafter(
-        drafter, lambda path, **options: named(pathlib.PurePath(path).name, **options)
-    )
-    return spec.text_of(made)
+
+    def load(path: str, **options: Any) -> magicjax.Model:
+        return named(pathlib.PurePath(path).name, **options)
+
+    return spec.text_of(spec.make_drafter(drafter, load))

@@ -55,11 +55,7 @@ def _drafter(text: str, folder: pathlib.Path) -> str:
     if text == AUTO:
         return text
 
-    def change(member: str) -> str:
-        path = spec.parse(member).path
-        return member.replace(f":{path}", f":{_path(path, folder)}", 1) if path else member
-
     try:
-        return spec.with_each(text, change)
+        return spec.with_paths(spec.parse(text), lambda path: _path(path, folder))
     except ValueError:  # the experiment's validation reports it
         return text

@@ -128,8 +128,8 @@ def run(arguments: argparse.Namespace) -> None:
     drafting.resolve_sampling(arguments, source)
     sampled = arguments.temperature != 0
     drafters = drafting.engine_drafters(arguments, sampled, "without --temperature")
-    if not arguments.drafter and drafters != [drafting.SERVED]:
-        print(f"drafter {drafters[0]}; --drafter none turns it off", file=sys.stderr)
+    if not arguments.drafter and drafters[0].text != drafting.SERVED:
+        print(f"drafter {drafters[0].text}; --drafter none turns it off", file=sys.stderr)
     params = drafting.sampling_params(arguments, max_tokens=None)
     dtype = options.default_dtype(arguments.backend)
     target = text.unloaded_target(arguments, source, dtype)

@@ -12,16 +12,18 @@ from magicjax.drafters.spec import (
     DRAFTER_SYNTAX,
     DRAFTERS,
     GROUP,
+    Drafters,
+    Trees,
     has_model,
-    is_cascade,
-    parse_all,
+    joined,
+    parse,
+    parse_trees,
     resolve,
-    split,
 )
 from magicjax.options import as_help, options_of
 from magicjax.plugins import installed
 from magicjax.sources import Source, fetched_draft
-from magicjax.trees.token_tree import DynamicTree, Tree, parse_tree
+from magicjax.trees.token_tree import DynamicTree, Tree
 from magicjax.verification.verify import VERIFIERS
 from pallas_kernels.cpu import build
 
@@ -33,14 +35,14 @@ DRAFT_VOCAB, DRAFT_TREE = 32_000, "dynamic:5,4,1"
 def add_speculation(
     parser: Any,
     more: str = "default: plain decoding",
-    read: Callable[[str], str] = options.drafter,
+    read: Callable[[str], str | Drafters] = options.drafter,
 ) -> Any:
     """Adds the options of drafters and trees; returns their group.
 
     Args:
       parser: of a command.
       more: what the help of --drafter says besides.
-      read: returns the text of a --drafter option, for `argparse`.
+      read: returns the value of a --drafter option, for `argparse`.
     """
     group = parser.add_argument_group("speculation")
     group.add_argument(
@@ -84,8 +86,8 @@ def add_adaptive_speculation(parser: Any) -> None:
     )
 
 
-def engine_drafters(arguments: argparse.Namespace, sampled: bool, greedy: str) -> list[str]:
-    """Returns the texts of the drafters of an engine; [] for plain decoding.
+def engine_drafters(arguments: argparse.Namespace, sampled: bool, greedy: str) -> list[Drafters]:
+    """Returns the drafters of an engine; [] for plain decoding.
 
     Args:
       arguments: of a command with the options of `add_adaptive_speculation`; gets the tree of a
@@ -98,9 +100,9 @@ def engine_drafters(arguments: argparse.Namespace, sampled: bool, greedy: str) -
     """
     drafters = list(arguments.drafter)
     if not drafters:
-        drafters = [default_drafter(arguments)]
-        if drafters != [SERVED]:
-            arguments.tree = arguments.tree or [DRAFT_TREE]
+        drafters = [parse(default_drafter(arguments))]
+        if drafters[0].text != SERVED:
+            arguments.tree = arguments.tree or [parse_trees(DRAFT_TREE)]
     if options.AUTO in drafters:
         raise ValueError(
             f"--drafter {options.AUTO} measures a single prompt: find a drafter with `magicjax "
@@ -119,7 +121,7 @@ def engine_drafters(arguments: argparse.Namespace, sampled: bool, greedy: str) -
     early = next(filter(_ends_early, arguments.tree), None)
     if drafters and not arguments.no_adaptive and early:
         raise ValueError(
-            f"--tree {early} has min_prob, and an adaptive engine times rounds before "
+            f"--tree {early.text} has min_prob, and an adaptive engine times rounds before "
             "the first request, which depend on the text: add --no-adaptive, or omit min_prob"
         )
     effects = [("no_adaptive", drafters, f"with --drafter {options.NONE}")]
@@ -132,10 +134,9 @@ def engine_drafters(arguments: argparse.Namespace, sampled: bool, greedy: str) -
     return drafters
 
 
-def _ends_early(trees: str) -> bool:
+def _ends_early(trees: Trees) -> bool:
     """Returns whether some tree of a --tree option is a dynamic one with `min_prob`."""
-    found = map(parse_tree, split(trees))
-    return any(isinstance(tree, DynamicTree) and tree.min_prob for tree in found)
+    return any(isinstance(tree, DynamicTree) and tree.min_prob for tree in trees.parts)
 
 
 def default_drafter(arguments: argparse.Namespace) -> str:
@@ -317,7 +318,7 @@ def sampling_params(
 
 def check(
     arguments: argparse.Namespace,
-    drafters: Sequence[str],
+    drafters: Sequence[Drafters],
     sampled: bool,
     without: str,
     greedy: str,
@@ -326,14 +327,14 @@ def check(
 
     Args:
       arguments: the parsed options.
-      drafters: the texts of the drafters.
+      drafters: those of the options.
       sampled: whether tokens are sampled.
       without: a phrase for when there are none, such as "without --drafter".
       greedy: a phrase for when nothing is sampled.
     """
     effects: list[tuple[str, object, str]] = [("tree", drafters, without)]
     options.check_effects(arguments, effects)
-    drawn = [text for text in drafters if any("draw" in part.values for part in parse_all(text))]
+    drawn = [each.text for each in drafters if any("draw" in x.values for x in each.parts)]
     if drawn and not sampled:
         raise ValueError(
             f"draw has no effect in greedy decoding, {greedy}: remove it from {drawn[0]}"
@@ -341,9 +342,11 @@ def check(
 
 
 def speculation(
-    drafters: Sequence[str], trees: Sequence[str], load: Callable[[str], magicjax.Model]
+    drafters: Sequence[Drafters],
+    trees: Sequence[Trees],
+    load: Callable[[str], magicjax.Model],
 ) -> tuple[Drafter | None, Tree | None]:
-    """Returns (drafter, tree) for `magicjax.generate`, given their texts.
+    """Returns (drafter, tree) for `magicjax.generate`.
 
     Args:
       drafters, trees: of the options.
@@ -351,9 +354,9 @@ def speculation(
     """
     if not drafters:
         return None, None
-    if len(drafters) > 1 and any(map(is_cascade, drafters)):
+    if len(drafters) > 1 and (cascade := next((x for x in drafters if x.is_cascade), None)):
         raise ValueError(
-            f"--drafter {next(filter(is_cascade, drafters))!r} is a cascade, which cannot be a "
-            "member of an ensemble: remove the other --drafter"
+            f"--drafter {cascade.text!r} is a cascade, which cannot be a member of an ensemble: "
+            "remove the other --drafter"
         )
-    return resolve(" + ".join(drafters), " + ".join(trees) or None, load)
+    return resolve(joined(drafters), joined(trees) if trees else None, load)

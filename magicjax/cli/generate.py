@@ -20,7 +20,7 @@ from magicjax.decoding.output import Output
 from magicjax.decoding.prompts import token_ids
 from magicjax.decoding.validation import DEFAULT_TREE
 from magicjax.drafters import Drafter
-from magicjax.drafters.spec import make_drafter, parse_all, parse_trees
+from magicjax.drafters.spec import make_drafter
 from magicjax.loading import skeleton
 from magicjax.model import DTYPES
 from magicjax.options import token_count
@@ -209,7 +209,7 @@ def _check(arguments: argparse.Namespace) -> None:
     if auto_tree and (auto or len(arguments.drafter) != 1 or len(arguments.tree) != 1):
         raise ValueError(f"--tree {AUTO} chooses the tree of one --drafter: name one drafter")
     drafters = arguments.candidate if auto else arguments.drafter
-    paths = [part.path for text in drafters for part in parse_all(text)]
+    paths = [spec.path for each in drafters for spec in each.parts]
     without_auto = f"without --drafter {AUTO}"
     without_drafter = "without --candidate" if auto else "without --drafter"
     effects: list[tuple[str, object, str]] = [
@@ -255,7 +255,7 @@ def _generate(
         mesh=magicjax.make_mesh(*parse_mesh(arguments.mesh)) if arguments.mesh else None,
     )
     if arguments.show_tree:
-        trees = [tree for text in arguments.tree for tree in parse_trees(text)]
+        trees = [tree for each in arguments.tree for tree in each.parts]
         print(*trees or [DEFAULT_TREE], sep="\n")
     with interruptible as interrupted:
         output = text.print_stream(rounds, interrupted.is_set)

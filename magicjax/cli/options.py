@@ -3,12 +3,12 @@
 import argparse
 import pathlib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 
-from magicjax.drafters.spec import DRAFTER_SYNTAX, parse_all, parse_trees
+from magicjax.drafters.spec import DRAFTER_SYNTAX, Drafters, Trees, parse, parse_trees
 from magicjax.loading import ACTIVATIONS
 from magicjax.model import KV_DTYPES
 from magicjax.sources import Source
@@ -26,36 +26,34 @@ SOURCE = "directory, OWNER/NAME or OWNER/NAME:Q4_K_M on the Hugging Face Hub, GG
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
-def trees(text: str) -> str:
-    """Returns the text of a --tree option, for `argparse`; it is "auto", or its trees are valid."""
-    try:
-        if text != AUTO:
-            parse_trees(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return text
+def trees(text: str) -> str | Trees:
+    """Returns the trees of a --tree option, or "auto", for `argparse`."""
+    return text if text == AUTO else _parsed(parse_trees, text)
 
 
-def drafter(text: str) -> str:
-    """Returns the text of a --drafter option; it is "auto", or a drafter with a known policy."""
-    try:
-        if text != AUTO:
-            parse_all(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return text
+def drafter(text: str) -> str | Drafters:
+    """Returns the drafter of a --drafter option, or "auto", for `argparse`."""
+    return text if text == AUTO else _parsed(parse, text)
 
 
-def engine_drafter(text: str) -> str:
-    """Returns the text of an engine's --drafter option, which can also be "none"."""
+def engine_drafter(text: str) -> str | Drafters:
+    """Returns the drafter of an engine's --drafter option, which can also be "none"."""
     return text if text == NONE else drafter(text)
 
 
-def candidate(text: str) -> str:
-    """Returns the text of a --candidate option; it is a drafter with a known policy."""
+def candidate(text: str) -> Drafters:
+    """Returns the drafter of a --candidate option."""
     if text == AUTO:
         raise argparse.ArgumentTypeError(f"{AUTO} is not a candidate: use {DRAFTER_SYNTAX}")
-    return drafter(text)
+    return _parsed(parse, text)
+
+
+def _parsed[Value](parser: Callable[[str], Value], text: str) -> Value:
+    """Returns the value of an option's text, with the parser's error as one of `argparse`."""
+    try:
+        return parser(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def add_backend(parser: argparse.ArgumentParser) -> None:
@@ -102,10 +100,7 @@ def add_activations(parser: Any) -> None:
 
 
 def _weights(text: str) -> str:
-    try:
-        return str(parse_weights(text))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    return str(_parsed(parse_weights, text))
 
 
 def flag(name: str) -> str:

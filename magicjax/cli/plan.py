@@ -10,7 +10,7 @@ from typing import Any
 from magicjax import placement
 from magicjax.cli import options
 from magicjax.drafters.sparse import BUDGET
-from magicjax.drafters.spec import make_drafter, parse
+from magicjax.drafters.spec import make_drafter, parse_one
 from magicjax.loading import skeleton
 from magicjax.model import DTYPES, Model
 from magicjax.options import token_count
@@ -235,7 +235,7 @@ def as_json(
 
 
 def _prediction(p: planner.Prediction, sources: dict[str, str]) -> dict[str, Any]:
-    values = parse(p.drafter).values
+    values = parse_one(p.drafter).values
     return {
         "drafter": p.drafter,
         "policy": values.get("policy"),

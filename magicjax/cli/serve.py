@@ -16,6 +16,7 @@ from magicjax.checks import check_whole
 from magicjax.cli import drafting, options, text
 from magicjax.decoding import memory, program_cache
 from magicjax.decoding.request import Request
+from magicjax.drafters.spec import Drafters, joined
 from magicjax.engine import memory_check
 from magicjax.engine.templates import validated
 from magicjax.loading import skeleton
@@ -288,16 +289,17 @@ def run(arguments: argparse.Namespace) -> int:
         app = create_app(served, worker, server_options)
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         per_device = " on each device" if arguments.mesh else ""
+        drafter = joined(drafters).text if drafters else options.NONE
         _note(
             f"serving {name} at {url} with {options.counted(engine.config.slots, 'slot')} of "
             f"{engine.config.capacity:,} tokens in {served.target.dtype.name}, drafter "
-            f"{' + '.join(drafters) or options.NONE}; memory{per_device}: {memory.describe(rows)}"
+            f"{drafter}; memory{per_device}: {memory.describe(rows)}"
         )
         return serve(app, worker, bound, limits)
 
 
-def _drafters(arguments: argparse.Namespace) -> list[str]:
-    """Returns the texts of the drafters; raises ValueError for invalid options of speculation."""
+def _drafters(arguments: argparse.Namespace) -> list[Drafters]:
+    """Returns the drafters; raises ValueError for invalid options of speculation."""
     options.check_effects(arguments, [("verifier", not arguments.greedy, "with --greedy")])
     if arguments.verifier == "greedy":
         raise ValueError("--verifier greedy does not sample: use --greedy")
@@ -305,7 +307,7 @@ def _drafters(arguments: argparse.Namespace) -> list[str]:
 
 
 def _described(
-    arguments: argparse.Namespace, drafters: list[str]
+    arguments: argparse.Namespace, drafters: list[Drafters]
 ) -> tuple[dict[str, Any], Request]:
     """Returns the engine's arguments, of models without weights, and a request of all its rows.
 

@@ -10,9 +10,11 @@ cascade.
 """
 
 import dataclasses
+import functools
+import itertools
 import re
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import isabstract
 from typing import Any
 
@@ -56,7 +58,6 @@ DRAFTER_SYNTAX = (
     "self:snapkv:256:refresh_every=8; a cascade as 'prompt-lookup:4 -> self:streaming:256'"
 )
 _JOIN, _CASCADE = " + ", " -> "
-_SEPARATORS = re.compile(r" \+ | -> ")
 _HEADS = (
     "of the heads that read the target's hidden states only EAGLE-3 is supported, eagle:PATH "
     "(docs/drafters_and_trees.md)"
@@ -102,20 +103,61 @@ def drafter_name(kind: type[Drafter]) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Spec:
-    """The parts of a drafter's text.
+class Parsed[Part]:
+    """A text of drafters, or of trees, parsed.
 
     Attributes:
+      text: as it was given.
+      stages: the parts of each stage of a cascade, several of an ensemble: "a + b -> c" has
+        ((a, b), (c,)). Without a cascade there is one stage.
+    """
+
+    text: str
+    stages: tuple[tuple[Part, ...], ...]
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts of all stages."""
+        return tuple(itertools.chain.from_iterable(self.stages))
+
+    @property
+    def is_cascade(self) -> bool:
+        """Whether there are several stages."""
+        return len(self.stages) > 1
+
+
+def joined[Part](texts: Iterable[Parsed[Part]]) -> Parsed[Part]:
+    """Returns what the texts joined by " + " are: the parts of an ensemble."""
+
+    def both(left: Parsed[Part], right: Parsed[Part]) -> Parsed[Part]:
+        middle = left.stages[-1] + right.stages[0]
+        stages = (*left.stages[:-1], middle, *right.stages[1:])
+        return Parsed(left.text + _JOIN + right.text, stages)
+
+    return functools.reduce(both, texts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """The text of one drafter, parsed.
+
+    Attributes:
+      text: as it was given.
       name: of the drafter; the same for all policies.
       path: of its model, "" if it has none.
       values: options of the name that the text sets.
       policy_values: options of its policy that the text sets.
     """
 
+    text: str
     name: str
     path: str
     values: Mapping[str, Any]
     policy_values: Mapping[str, Any]
+
+
+Drafters = Parsed[Spec]
+Trees = Parsed[Tree]
 
 
 def has_model(kind: type[Drafter]) -> bool:
@@ -123,25 +165,27 @@ def has_model(kind: type[Drafter]) -> bool:
     return any(field.name == "model" for field in dataclasses.fields(kind))  # type: ignore[arg-type]
 
 
-def split(text: str) -> list[str]:
-    """Returns the texts of an ensemble's or a cascade's drafters, or trees, or of a single one."""
-    return [part.strip() for part in _SEPARATORS.split(text)]
+def parse(text: str) -> Drafters:
+    """Returns the drafters of a text: one, an ensemble, or a cascade.
+
+    Raises:
+      ValueError: as `parse_one`.
+    """
+    stages = [stage.split(_JOIN) for stage in text.split(_CASCADE)]
+    try:
+        return Parsed(text, tuple(tuple(parse_one(x.strip()) for x in stage) for stage in stages))
+    except ValueError:
+        wrong = re.compile(rf"([,+&]|->)\s*({'|'.join(DRAFTERS)})(:|$)")
+        if not any(wrong.search(part) for stage in stages for part in stage):
+            raise
+    raise ValueError(
+        f"drafter {text!r}: the members of an ensemble are joined by ' + ', as in "
+        "'self:streaming:256 + prompt-lookup:4', and those of a cascade by ' -> '"
+    )
 
 
-def is_cascade(text: str) -> bool:
-    """Returns whether the text is that of a cascade."""
-    return _CASCADE in text
-
-
-def with_each(text: str, change: Callable[[str], str]) -> str:
-    """Returns the text with the text of each drafter changed."""
-    separators = [*_SEPARATORS.findall(text), ""]
-    changed = map(change, split(text))
-    return "".join(part for pair in zip(changed, separators, strict=True) for part in pair)
-
-
-def parse(text: str) -> Spec:
-    """Returns the parts of one drafter's text.
+def parse_one(text: str) -> Spec:
+    """Returns the drafter of a text that has one.
 
     The shortest path is taken after which the other parts are values: a directory whose name ends
     as a policy needs one, small:a:streaming:full. A GGUF file of the Hugging Face Hub is one path.
@@ -180,9 +224,9 @@ def parse(text: str) -> Spec:
     }
     policy = next((match[2] for match in named if match[1] == "policy"), values.get("policy"))
     known = declared | _policy_options(name, policy, path and text)
-    parsed = Spec(name, path, values, {})
+    parsed = Spec(text, name, path, values, {})
     for match in named:
-        parsed = _with_option(parsed, options.find(match[1], known, text), match[2], text)
+        parsed = _with_option(parsed, options.find(match[1], known, text), match[2])
     return parsed
 
 
@@ -194,57 +238,47 @@ def _join_groups(parts: list[str]) -> None:
             return
 
 
-def _with_option(parts: Spec, known: Option, value: str, text: str) -> Spec:
-    """Returns the parts with one more option.
+def _with_option(spec: Spec, known: Option, value: str) -> Spec:
+    """Returns the drafter with one more option.
 
     Raises:
       ValueError: a wrong value, or the option is already set.
     """
-    if known.name in {**parts.values, **parts.policy_values}:
-        raise ValueError(f"drafter {text!r} sets {known.name} twice: remove one")
-    is_own = known.name in options.options_of(get_drafter(parts.name))
-    added = {known.name: _parsed(known, value, text)}
+    if known.name in {**spec.values, **spec.policy_values}:
+        raise ValueError(f"drafter {spec.text!r} sets {known.name} twice: remove one")
+    is_own = known.name in options.options_of(get_drafter(spec.name))
+    added = {known.name: _parsed(known, value, spec.text)}
     if is_own:
-        return dataclasses.replace(parts, values={**parts.values, **added})
-    return dataclasses.replace(parts, policy_values={**parts.policy_values, **added})
+        return dataclasses.replace(spec, values={**spec.values, **added})
+    return dataclasses.replace(spec, policy_values={**spec.policy_values, **added})
 
 
-def known_options(text: str, policy: str | None = None) -> dict[str, Option]:
-    """Returns the options of a drafter's text, and those of its policy, or of another `policy`.
-
-    Raises:
-      ValueError: as `parse`.
-    """
-    parts = parse(text)
-    declared = options.options_of(get_drafter(parts.name))
-    return declared | _policy_options(parts.name, policy or parts.values.get("policy"), "")
+def known_options(spec: Spec, policy: str | None = None) -> dict[str, Option]:
+    """Returns the options of a drafter, and those of its policy, or of another `policy`."""
+    declared = options.options_of(get_drafter(spec.name))
+    return declared | _policy_options(spec.name, policy or spec.values.get("policy"), "")
 
 
-def with_options(text: str, values: Mapping[str, Any]) -> Spec:
-    """Returns the parts of a drafter's text with further options.
+def with_options(spec: Spec, values: Mapping[str, Any]) -> Spec:
+    """Returns the drafter with further options; its text stays.
 
     Raises:
-      ValueError: as `parse`; an option that the text sets.
+      ValueError: an unknown option or policy, a wrong value, or an option that is already set.
     """
-    parts, known = parse(text), known_options(text, values.get("policy"))
+    known = known_options(spec, values.get("policy"))
     for name, value in values.items():
-        parts = _with_option(parts, options.find(name, known, text), str(value), text)
-    return parts
+        spec = _with_option(spec, options.find(name, known, spec.text), str(value))
+    return spec
 
 
-def parse_all(text: str) -> list[Spec]:
-    """Returns the parts of each drafter's text in that of an ensemble, a cascade or a drafter."""
-    parts = split(text)
-    try:
-        return [parse(part) for part in parts]
-    except ValueError:
-        joined = re.compile(rf"([,+&]|->)\s*({'|'.join(DRAFTERS)})(:|$)")
-        if not any(joined.search(part) for part in parts):
-            raise
-    raise ValueError(
-        f"drafter {text!r}: the members of an ensemble are joined by ' + ', as in "
-        "'self:streaming:256 + prompt-lookup:4', and those of a cascade by ' -> '"
-    )
+def with_paths(parsed: Drafters, change: Callable[[str], str]) -> str:
+    """Returns the text of drafters with other paths of their models."""
+
+    def changed(spec: Spec) -> str:
+        path = spec.path and change(spec.path)
+        return spec.text.replace(f":{spec.path}", f":{path}", 1)
+
+    return _CASCADE.join(_JOIN.join(map(changed, stage)) for stage in parsed.stages)
 
 
 def _fit(positional: Sequence[Option], parts: Sequence[str]) -> bool:
@@ -283,28 +317,28 @@ def _policy_options(name: str, policy: str | None, of_path: str) -> dict[str, Op
     return options.fields_of(type(found), policy_name(found))
 
 
-def make_drafter(text: str, load: Callable[..., Any]) -> Drafter:
+def make_drafter(drafter: str | Drafters, load: Callable[..., Any]) -> Drafter:
     """Returns the drafter of a text, an `Ensemble` of several joined by " + ", or a `Cascade`.
 
     Args:
-      text: such as self:snapkv:256, small:PATH:streaming:256, prompt-lookup:4, or
-        "prompt-lookup:4 -> self:streaming:256".
+      drafter: such as self:snapkv:256, small:PATH:streaming:256, prompt-lookup:4, or
+        "prompt-lookup:4 -> self:streaming:256"; a text, or parsed.
       load: returns the model of a path; its keywords are the drafter's options `LOAD_OPTIONS`.
 
     Raises:
       ValueError, FileNotFoundError: the text is not a drafter, an unknown policy or model, or
         options that cannot be combined.
     """
-    first, arrow, middle = text.rpartition(_CASCADE)
-    if arrow:
-        runs_target: Any = make_drafter(middle, load)  # `Cascade` checks it
-        return Cascade(make_drafter(first, load), runs_target)
-    members = [from_spec(part, load) for part in parse_all(text)]
-    return members[0] if len(members) == 1 else Ensemble(tuple(members))
+    parsed = parse(drafter) if isinstance(drafter, str) else drafter
+    made: list[Any] = []
+    for stage in parsed.stages:
+        members = tuple(make_one(spec, load) for spec in stage)
+        made.append(members[0] if len(members) == 1 else Ensemble(members))
+    return functools.reduce(Cascade, made)  # which checks that the last one runs the target
 
 
-def from_spec(spec: Spec, load: Callable[..., Any]) -> Drafter:
-    """Returns the drafter of parsed text; see `make_drafter`."""
+def make_one(spec: Spec, load: Callable[..., Any]) -> Drafter:
+    """Returns one drafter; see `make_drafter`."""
     kind: Any = get_drafter(spec.name)
     values = dict(spec.values)
     if spec.policy_values:
@@ -367,54 +401,55 @@ def _written(value: Any) -> str:
       ValueError: the text would not be read as this value.
     """
     text = str(value).lower() if isinstance(value, bool) else str(value)
-    if (":" in text and not re.fullmatch(r"int\d+:\d+", text)) or _SEPARATORS.search(text):
+    if (":" in text and not re.fullmatch(r"int\d+:\d+", text)) or _JOIN in text or _CASCADE in text:
         raise ValueError(
             f"an option has the value {text!r}, which must not contain ':', ' + ' or ' -> '"
         )
     return text
 
 
-def parse_trees(text: str) -> tuple[Tree, ...]:
+def parse_trees(text: str) -> Trees:
     """Returns the trees of "chain:3", "expansion:2,1 + chain:3" or "chain:4 -> chain:8".
 
     They are those of all drafters, of each member of an ensemble, or of a cascade.
     """
-    return tuple(parse_tree(part.strip()) for part in re.split(r"\+|->", text))
+    stages = [stage.split("+") for stage in text.split("->")]
+    return Parsed(text, tuple(tuple(parse_tree(x.strip()) for x in stage) for stage in stages))
 
 
 def resolve(
-    drafter: Any, tree: Tree | str | None, load: Callable[..., Any]
+    drafter: Any, tree: Tree | str | Trees | None, load: Callable[..., Any]
 ) -> tuple[Any, Tree | None]:
-    """Returns (drafter, tree), made from their texts if they are texts.
+    """Returns (drafter, tree), made from their texts if they are texts, or parsed ones.
 
     Raises:
       ValueError, FileNotFoundError: as `make_drafter`; trees that are not one for all drafters, one
         for each member of an ensemble, or two of a cascade.
     """
-    if isinstance(drafter, str):
+    if isinstance(drafter, str | Parsed):
         drafter = make_drafter(drafter, load)
-    if not isinstance(tree, str):
+    if not isinstance(tree, str | Parsed):
         return drafter, tree
-    trees = parse_trees(tree)
-    if len(trees) == 1:
-        return drafter, trees[0]
-    if isinstance(drafter, Cascade) or "->" in tree:
-        return _with_first_tree(drafter, tree)
+    trees = parse_trees(tree) if isinstance(tree, str) else tree
+    if len(trees.parts) == 1:
+        return drafter, trees.parts[0]
+    if isinstance(drafter, Cascade) or trees.is_cascade:
+        return _with_first_tree(drafter, trees)
     members = drafter.members() if hasattr(drafter, "members") else ()
-    if len(trees) != len(members):
+    if len(trees.parts) != len(members):
         raise ValueError(
-            f"tree={tree!r} has {len(trees)} trees for {len(members)} drafters: give one for all, "
-            "or one for each"
+            f"tree={trees.text!r} has {len(trees.parts)} trees for {len(members)} drafters: give "
+            "one for all, or one for each"
         )
-    return Ensemble(members, trees), None
+    return Ensemble(members, trees.parts), None
 
 
-def _with_first_tree(drafter: Any, tree: str) -> tuple[Cascade, Tree]:
+def _with_first_tree(drafter: Any, trees: Trees) -> tuple[Cascade, Tree]:
     """Returns the cascade with the first of two trees, and the other, which the target verifies."""
-    if not isinstance(drafter, Cascade) or tree.count("->") != 1 or "+" in tree:
+    if not isinstance(drafter, Cascade) or [*map(len, trees.stages)] != [1, 1]:
         raise ValueError(
-            f"tree={tree!r} does not fit the drafter: use one tree, or for a cascade those of its "
-            "first drafter and of the target, as in 'chain:4 -> chain:8'"
+            f"tree={trees.text!r} does not fit the drafter: use one tree, or for a cascade those "
+            "of its first drafter and of the target, as in 'chain:4 -> chain:8'"
         )
-    first, own = parse_trees(tree)
+    first, own = trees.parts
     return dataclasses.replace(drafter, first_tree=first), own

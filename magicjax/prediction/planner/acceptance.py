@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from magicjax.drafters.spec import parse
+from magicjax.drafters.spec import parse_one
 from magicjax.trees.sequoia import checked_acceptance
 
 HOW = (
@@ -157,7 +157,7 @@ def _measured(row: Mapping[str, Any], where: str) -> Measured:
         raise ValueError(f"{where}: {' and '.join(missing)} missing; found {', '.join(row)}")
     drafter = str(row["drafter"]) if "drafter" in row else _drafter(row)
     try:
-        parse(drafter)
+        parse_one(drafter)
         context = int(row["context"])
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error

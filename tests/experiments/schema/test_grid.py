@@ -6,6 +6,7 @@ import magicjax
 from experiments.runner import workload
 from experiments.schema import config, fields, grid, method
 from magicjax import policies
+from magicjax.drafters import spec
 
 EXPERIMENT = fields.checked(
     config.Experiment,
@@ -66,6 +67,19 @@ def test_the_weights_of_drafts_are_in_their_names_and_have_no_agreement():
 def test_the_same_cell_twice_is_refused(change, message):
     with pytest.raises(fields.ConfigError, match=message):
         grid.groups(fields.checked(config.Experiment, change, "test"))
+
+
+def test_a_cell_parses_its_drafter_and_its_tree_once(monkeypatch):
+    (group,) = grid.groups(config.Experiment(methods=[method.Method(tree=["chain:2"])]))
+    (cell,) = map(grid.restored, map(grid.resolved, group))  # as in its process
+    texts = []
+    for name in ("parse_one", "parse_tree"):
+        real = getattr(spec, name)
+        monkeypatch.setattr(spec, name, lambda text, real=real: texts.append(text) or real(text))
+    made = grid.make_drafter(cell, magicjax.load)
+    assert made == (magicjax.SelfSpeculation(), magicjax.chain(2))
+    assert grid.columns(cell)["nodes"] == 3 and grid.key(cell) and grid.drafters_fingerprint(cell)
+    assert texts == ["self:streaming:256", "chain:2"]
 
 
 def another(value):
@@ -216,7 +230,7 @@ def test_an_option_makes_cells_columns_names_and_arguments_of_the_drafter(tmp_pa
     ]
     values = [grid.columns(c)["max_ngram"] for c in (grid.plain_of(two), two, four, other)]
     assert values == [None, 2, 4, None]
-    assert grid.make_drafter(two)[0] == magicjax.PromptLookup(max_ngram=2)
+    assert two.speculation[0] == magicjax.PromptLookup(max_ngram=2)
     assert grid.key(two) != grid.key(four)
 
 
@@ -225,7 +239,7 @@ def test_a_cascade_is_a_kind_of_drafter_with_two_trees():
     once, often = cells_of({"drafter": text, "tree": trees})
     assert {cell.draft for cell in (once, often)} == {"cascade"}
     assert (once.shape, often.shape) == (magicjax.chain(3).shape, magicjax.chain(4).shape)
-    assert grid.make_drafter(often)[0].first_tree == magicjax.chain(2)
+    assert often.speculation[0].first_tree == magicjax.chain(2)
     assert once.options == {} and once.models == ()
 
 

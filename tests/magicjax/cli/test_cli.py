@@ -21,6 +21,7 @@ from magicjax.cli import main, text
 from magicjax.decoding.counts import Counts
 from magicjax.decoding.text import Text
 from magicjax.decoding.token_bytes import bytes_of_byte_level
+from magicjax.drafters import spec
 from magicjax.parallel import offloading
 from magicjax.prediction.cost_model import default_profile
 from magicjax.verification.logprobs import LogProbs
@@ -301,6 +302,19 @@ def test_a_reader_that_ends_early_is_no_error(run, monkeypatch, tmp_path):
     os.write(number, b"lost")  # at the end of Python
     assert (tmp_path / "out").read_bytes() == b""
     os.close(number)
+
+
+def test_the_texts_of_drafters_and_trees_are_parsed_once(directory, run, monkeypatch):
+    texts = []
+    for name in ("parse_one", "parse_tree"):
+        real = getattr(spec, name)
+        monkeypatch.setattr(spec, name, lambda text, real=real: texts.append(text) or real(text))
+    monkeypatch.setattr(offloading, "free_host_memory", lambda: 1000)  # ends the command
+    drafters = ("--drafter", "prompt-lookup:2", "--drafter", f"small:{directory}")
+    trees = ("--tree", "chain:1", "--tree", "chain:2")
+    options = ("--prompt", "a", "--show-tree", *drafters, *trees)
+    assert run("generate", "--target", directory, *options)[0] == 2
+    assert texts == ["prompt-lookup:2", f"small:{directory}", "chain:1", "chain:2"]
 
 
 def test_a_model_larger_than_the_memory_is_refused_before_it_is_loaded(directory, run, monkeypatch):

@@ -6,6 +6,7 @@ import pytest
 
 from magicjax import sources
 from magicjax.cli import drafting
+from magicjax.drafters.spec import parse, parse_trees
 from magicjax.sources import DOWNLOADS
 from pallas_kernels.cpu import build
 
@@ -37,7 +38,8 @@ def test_a_draft_model_that_is_downloaded_drafts(fetched):
     assert default("qwen2.5-coder-1.5b") == f"small:qwen2.5-coder-0.5b{packed}:draft_vocab=32000"
     options = dict(drafter=[], tree=[], no_adaptive=False, verifier=None)
     options |= dict(target="qwen2.5-coder-1.5b", activations="int8", mesh=None, tokenizer=None)
-    for asked, tree in (([], [drafting.DRAFT_TREE]), (["chain:2"], ["chain:2"])):
+    own = [parse_trees("chain:2")]
+    for asked, tree in (([], [parse_trees(drafting.DRAFT_TREE)]), (own, own)):
         arguments = argparse.Namespace(**options | dict(tree=asked))
         assert len(drafting.engine_drafters(arguments, False, "without --temperature")) == 1
         assert arguments.tree == tree
@@ -48,7 +50,8 @@ def test_a_draft_model_that_is_downloaded_drafts(fetched):
 
 
 def test_an_adaptive_engine_refuses_trees_that_end_early():
-    options = dict(drafter=["prompt-lookup"], tree=["dynamic:6,5,2,0.6"], no_adaptive=False)
+    drafter, tree = [parse("prompt-lookup")], [parse_trees("dynamic:6,5,2,0.6")]
+    options = dict(drafter=drafter, tree=tree, no_adaptive=False)
     message = "--tree dynamic:6,5,2,0.6 has min_prob, .* add --no-adaptive"
     with pytest.raises(ValueError, match=message):
         drafting.engine_drafters(argparse.Namespace(**options), False, "without --temperature")
