@@ -24,7 +24,7 @@ from scipy.optimize import nnls
 from magicjax import files
 from magicjax.benchmarks.step_times import StepTimes, new_tokens, step_times
 from magicjax.benchmarks.synthetic import Setup, synthetic_request
-from magicjax.cli import options
+from magicjax.cli import model_options
 from magicjax.drafters import Drafter
 from magicjax.drafters.spec import DRAFTER_SYNTAX, make_drafter
 from magicjax.loading import load
@@ -198,7 +198,7 @@ def add(commands: Any) -> None:
         f"{files.cache_folder()}, with the name of this device, which `auto` reads",
     )
     parser.add_argument(
-        "--target", default="llama-3.2-1b", help=f"{options.SOURCE}; default: llama-3.2-1b"
+        "--target", default="llama-3.2-1b", help=f"{model_options.SOURCE}; default: llama-3.2-1b"
     )
     parser.add_argument(
         "--drafter",
@@ -207,8 +207,8 @@ def add(commands: Any) -> None:
         f"{', '.join(map(str, BUDGETS))}",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of all models; default: as stored")
-    options.add_weights(parser)
-    options.add_activations(parser)
+    model_options.add_weights(parser)
+    model_options.add_activations(parser)
     parser.add_argument(
         "--batch",
         type=int,
@@ -239,7 +239,7 @@ def add(commands: Any) -> None:
         default=9,
         help="of every measurement; medians are reported; default: 9",
     )
-    options.add_backend(parser)
+    model_options.add_backend(parser)
     parser.set_defaults(run=run)
 
 
@@ -269,7 +269,7 @@ def run(arguments: argparse.Namespace) -> None:
     deepest = max(*arguments.nodes, arguments.gamma + 1)
     setup = Setup(target, arguments.backend, new_tokens(deepest))
     drafters = _drafters(arguments, dtype)
-    options.check_context(source, max(arguments.context), setup.new_tokens)
+    model_options.check_context(source, max(arguments.context), setup.new_tokens)
     for drafter in (None, *drafters.values()):
         for context in arguments.context:  # reports invalid input before measuring
             tree = None if drafter is None else chain(deepest - 1)

@@ -10,13 +10,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import magicjax
-from magicjax.cli import drafting, options, text
+from magicjax.cli import drafting, model_options, options, text
 from magicjax.decoding.counts import Counts
 from magicjax.decoding.prompts import chat_tokens, token_ids
 from magicjax.decoding.text import Result
 from magicjax.engine.handle import RequestStats
 from magicjax.files import write_atomically
-from magicjax.loading import skeleton
 from magicjax.model import DTYPES, Model
 from magicjax.options import token_count
 from magicjax.sources import Source
@@ -107,9 +106,9 @@ def add(commands: Any) -> None:
         help="of all models; default: as stored; on a CPU bfloat16 if it has instructions for it, "
         "else float32",
     )
-    options.add_backend(parser)
-    options.add_weights(parser)
-    options.add_activations(parser)
+    model_options.add_backend(parser)
+    model_options.add_weights(parser)
+    model_options.add_activations(parser)
     parser.add_argument(
         "--verbose", action="store_true", help="log compilations and the size of the caches"
     )
@@ -131,8 +130,8 @@ def run(arguments: argparse.Namespace) -> None:
     if not arguments.drafter and drafters[0].text != drafting.SERVED:
         print(f"drafter {drafters[0].text}; --drafter none turns it off", file=sys.stderr)
     params = drafting.sampling_params(arguments, max_tokens=None)
-    dtype = options.default_dtype(arguments.backend)
-    target = text.unloaded_target(arguments, source, dtype)
+    dtype = model_options.default_dtype(arguments.backend)
+    target = model_options.unloaded_target(arguments, source, dtype)
     shortest = [*_first_messages(arguments), {"role": "user", "content": "a"}]
     # An error if the template rejects such messages.
     template_kwargs = arguments.chat_template_kwargs
@@ -140,8 +139,7 @@ def run(arguments: argparse.Namespace) -> None:
     drafting.show_sampling_defaults(arguments, source)
     adaptive = bool(drafters) and not arguments.no_adaptive
     config = _engine_config(arguments, target, least, adaptive)
-    packed = text.is_packed(arguments)
-    load = functools.partial(skeleton, dtype=arguments.dtype or dtype, packed=packed)
+    load = functools.partial(model_options.unloaded, arguments, dtype)
     drafter, tree = drafting.speculation(drafters, arguments.tree, load)
     engine = magicjax.Engine(target, drafter, tree, config)
     first = _first_messages(arguments)

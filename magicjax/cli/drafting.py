@@ -32,10 +32,32 @@ SERVED = "prompt-lookup:4"  # the default drafter of an engine
 DRAFT_VOCAB, DRAFT_TREE = 32_000, "dynamic:5,4,1"
 
 
+def trees(text: str) -> str | Trees:
+    """Returns the trees of a --tree option, or "auto", for `argparse`."""
+    return text if text == options.AUTO else options.parsed(parse_trees, text)
+
+
+def drafter(text: str) -> str | Drafters:
+    """Returns the drafter of a --drafter option, or "auto", for `argparse`."""
+    return text if text == options.AUTO else options.parsed(parse, text)
+
+
+def engine_drafter(text: str) -> str | Drafters:
+    """Returns the drafter of an engine's --drafter option, which can also be "none"."""
+    return text if text == options.NONE else drafter(text)
+
+
+def candidate(text: str) -> Drafters:
+    """Returns the drafter of a --candidate option."""
+    if text == options.AUTO:
+        raise argparse.ArgumentTypeError(f"{options.AUTO} is not a candidate: use {DRAFTER_SYNTAX}")
+    return options.parsed(parse, text)
+
+
 def add_speculation(
     parser: Any,
     more: str = "default: plain decoding",
-    read: Callable[[str], str | Drafters] = options.drafter,
+    read: Callable[[str], str | Drafters] = drafter,
 ) -> Any:
     """Adds the options of drafters and trees; returns their group.
 
@@ -55,7 +77,7 @@ def add_speculation(
     group.add_argument(
         "--tree",
         action="append",
-        type=options.trees,
+        type=trees,
         default=[],
         help="chain:4 (default), expansion:2,2,1, parents:-1,0,0,1, dynamic:16,6,4 (nodes, depth, "
         "width) or dynamic:6,5,2,0.6 (and min_prob); one for all drafters, or one per drafter; "
@@ -71,7 +93,7 @@ def add_adaptive_speculation(parser: Any) -> None:
         f"{options.NONE}: plain decoding; default: the downloaded draft model of the target, if "
         f"there is one, else {SERVED}"
     )
-    group = add_speculation(parser, default, options.engine_drafter)
+    group = add_speculation(parser, default, engine_drafter)
     group.add_argument(
         "--no-adaptive",
         action="store_true",

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from magicjax.cli import options
+from magicjax.cli import model_options
 from magicjax.decoding.footprint import largest
 from magicjax.decoding.preparation import prefill_chunk
 from magicjax.drafters.sparse import BUDGET
@@ -44,7 +44,7 @@ def add(commands: Any) -> None:
         "(Sampling also stores the draft's distributions: nodes x vocabulary in float32 per row.)",
         allow_abbrev=False,
     )
-    parser.add_argument("--target", required=True, help=options.SOURCE)
+    parser.add_argument("--target", required=True, help=model_options.SOURCE)
     parser.add_argument(
         "--drafter",
         default="",
@@ -72,7 +72,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--micro-batches", type=int, help="per pass through the stages; default: the fastest"
     )
-    options.add_weights(parser)
+    model_options.add_weights(parser)
     parser.add_argument(
         "--draft-shards", type=int, help="number of devices over which a draft model is sharded"
     )
@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
         targets,
     )
 
-    options.check_context(Source(arguments.target), arguments.context)
+    model_options.check_context(Source(arguments.target), arguments.context)
     mesh = parse_mesh(arguments.mesh)
     fields = {field.name for field in dataclasses.fields(aot_compile.Workload)}
     values = {name: value for name, value in vars(arguments).items() if name in fields}

@@ -14,14 +14,13 @@ from typing import Any
 import jax
 
 import magicjax
-from magicjax.cli import INTERRUPTED, drafting, options, text
+from magicjax.cli import INTERRUPTED, drafting, model_options, options, text
 from magicjax.cli.options import AUTO
 from magicjax.decoding.output import Output
 from magicjax.decoding.prompts import token_ids
 from magicjax.decoding.validation import DEFAULT_TREE
 from magicjax.drafters import Drafter
 from magicjax.drafters.spec import make_drafter
-from magicjax.loading import skeleton
 from magicjax.model import DTYPES
 from magicjax.options import token_count
 from magicjax.sources import Source
@@ -79,15 +78,15 @@ def add(commands: Any) -> None:
         "0 to 20, after the text",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of all models; default: as stored")
-    options.add_backend(parser)
+    model_options.add_backend(parser)
     parser.add_argument(
         "--mesh",
         metavar="stage=1,data=1,model=8",
         help="shard the target's heads, MLP and vocabulary (model) and its layers (stage); a "
         "single prompt requires data=1",
     )
-    options.add_weights(parser)
-    options.add_activations(parser)
+    model_options.add_weights(parser)
+    model_options.add_activations(parser)
     parser.add_argument(
         "--verbose", action="store_true", help="log compilations and the size of the caches"
     )
@@ -110,7 +109,7 @@ def _add_speculation(parser: Any) -> None:
     group.add_argument(
         "--candidate",
         action="append",
-        type=options.candidate,
+        type=drafting.candidate,
         default=[],
         help=f"a drafter for --drafter {AUTO} to try; repeat the option for several; default: "
         "prompt and suffix lookup, and self-speculation with budgets of 64, 256 and 1,024 slots",
@@ -234,7 +233,7 @@ def _generate(
     interruptible: AbstractContextManager[threading.Event],
 ) -> int:
     """Prints the text while it is generated. Options are validated before weights are loaded."""
-    target = text.unloaded_target(arguments, source)
+    target = model_options.unloaded_target(arguments, source)
     drafter, tree = speculation(arguments)
     drafting.show_sampling_defaults(arguments, source)
     params = drafting.sampling_params(
@@ -311,8 +310,8 @@ def speculation(
     arguments: argparse.Namespace,
 ) -> "tuple[Drafter | magicjax.Auto | None, Tree | None]":
     """Returns (drafter, tree) for `magicjax.stream`, with draft models without weights."""
-    packed, shards = text.is_packed(arguments), arguments.draft_shards
-    load = functools.partial(skeleton, dtype=arguments.dtype, packed=packed, shards=shards)
+    shards = arguments.draft_shards
+    load = functools.partial(model_options.unloaded, arguments, None, shards=shards)
     if AUTO in arguments.tree:
         from magicjax.prediction.choosing import for_tree  # imports the planner
 

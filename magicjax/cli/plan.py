@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from magicjax import placement
-from magicjax.cli import options
+from magicjax.cli import model_options
 from magicjax.drafters.sparse import BUDGET
 from magicjax.drafters.spec import make_drafter, parse_one
 from magicjax.loading import skeleton
@@ -39,7 +39,7 @@ def add(commands: Any) -> None:
         "they are faster than plain decoding. Requires measured acceptance; runs no model.",
         allow_abbrev=False,
     )
-    parser.add_argument("--target", required=True, help=options.SOURCE)
+    parser.add_argument("--target", required=True, help=model_options.SOURCE)
     parser.add_argument("--batch", type=int, required=True, help="number of rows")
     parser.add_argument(
         "--context", type=token_count, required=True, help="tokens per row; 8k is 8192"
@@ -68,8 +68,8 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--dtype", choices=DTYPES, help="of models and caches; default: that of the device's rates"
     )
-    options.add_weights(parser)
-    options.add_activations(parser)
+    model_options.add_weights(parser)
+    model_options.add_activations(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> None:
     )
     target = model_sizes(model, arguments.dtype)
     cost_model.check_dtype(machine.device, arguments.dtype, arguments.device)
-    options.check_context(source, arguments.context)
+    model_options.check_context(source, arguments.context)
     candidates, sources = candidates_of(arguments, model, machine)
     where = machine, arguments.batch, arguments.context
     plan = planner.plan(target, candidates, *where, free_memory(model, *where))

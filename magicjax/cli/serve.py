@@ -13,13 +13,12 @@ from typing import Any
 
 import magicjax
 from magicjax.checks import check_whole
-from magicjax.cli import drafting, options, text
+from magicjax.cli import drafting, model_options, options
 from magicjax.decoding import memory, program_cache
 from magicjax.decoding.request import Request
 from magicjax.drafters.spec import Drafters, joined
 from magicjax.engine import memory_check
 from magicjax.engine.templates import validated
-from magicjax.loading import skeleton
 from magicjax.model import DTYPES, Model
 from magicjax.options import token_count
 from magicjax.sources import Source
@@ -70,14 +69,14 @@ def _add_model(parser: Any) -> None:
         help="of all models; default: as stored; on a CPU bfloat16 if it has instructions for it, "
         "else float32",
     )
-    options.add_backend(parser)
+    model_options.add_backend(parser)
     parser.add_argument(
         "--mesh",
         metavar="data=1,model=8",
         help="shard the target's heads, MLP and vocabulary (model) and the slots (data)",
     )
-    options.add_weights(parser)
-    options.add_activations(parser)
+    model_options.add_weights(parser)
+    model_options.add_activations(parser)
     parser.add_argument(
         "--tool-format",
         choices=TOOL_FORMATS,
@@ -315,10 +314,10 @@ def _described(
       ValueError, OSError: invalid options, or a model that cannot be read.
     """
     source = Source(arguments.target, arguments.tokenizer)
-    dtype, packed = options.default_dtype(arguments.backend), text.is_packed(arguments)
+    dtype = model_options.default_dtype(arguments.backend)
     mesh = magicjax.make_mesh(*parse_mesh(arguments.mesh)) if arguments.mesh else None
-    target = text.unloaded_target(arguments, source, dtype)
-    load = functools.partial(skeleton, dtype=arguments.dtype or dtype, packed=packed)
+    target = model_options.unloaded_target(arguments, source, dtype)
+    load = functools.partial(model_options.unloaded, arguments, dtype)
     drafter, tree = drafting.speculation(drafters, arguments.tree, load)
     config = engine_config(arguments, target, bool(drafters) and not arguments.no_adaptive)
     config, row = validated(target, drafter, tree, config, mesh)

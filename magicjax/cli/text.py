@@ -1,6 +1,5 @@
-"""Models, tokenizers and printed text, which `generate`, `chat` and `serve` share."""
+"""Printed text, which `generate` and `chat` share."""
 
-import argparse
 import contextlib
 import signal
 import sys
@@ -14,45 +13,9 @@ from jaxtyping import Int
 from magicjax.decoding.output import Output
 from magicjax.decoding.text import NewTokens
 from magicjax.decoding.text_stream import token_texts
-from magicjax.loading import skeleton
-from magicjax.model import Model
-from magicjax.sources import Source
 from magicjax.verification.logprobs import LogProbs
 
 DIM, NORMAL = "\x1b[2m", "\x1b[22m"  # of ANSI terminals
-
-
-def unloaded_target(
-    arguments: argparse.Namespace, source: Source, dtype: str | None = None
-) -> Model:
-    """Returns the target without weights; `dtype` is the default of --dtype, None for as stored.
-
-    Raises:
-      ValueError: it has no tokenizer, or one that cannot stream text.
-    """
-    tokenizer_text = arguments.tokenizer or arguments.target
-    if source.tokenizer is None:
-        raise ValueError(
-            f"{tokenizer_text} has no tokenizer: pass a directory that has one as --tokenizer"
-        )
-    if getattr(source.tokenizer, "backend_tokenizer", None) is None:  # `print_stream` uses it
-        raise ValueError(
-            f"{tokenizer_text} has a tokenizer without tokenizer.json: save it with transformers' "
-            "save_pretrained as a fast tokenizer"
-        )
-    return skeleton(
-        source,
-        arguments.dtype or dtype,
-        weights=arguments.weights,
-        kv_dtype=arguments.kv_dtype,
-        offload=arguments.offload,
-        packed=is_packed(arguments),
-    )
-
-
-def is_packed(arguments: argparse.Namespace) -> bool:
-    """Returns whether matrices of GGUF files stay in the file's types, if kernels can read them."""
-    return arguments.activations == "int8" and not getattr(arguments, "mesh", None)
 
 
 @contextlib.contextmanager
