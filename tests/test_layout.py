@@ -24,9 +24,10 @@ LEVELS = (
     ("pallas_kernels", "sharding"),
     ("models",),
     ("magicjax.version", "magicjax.checks", "magicjax.files", "magicjax.hub", "magicjax.suggest"),
-    ("magicjax.trees", "magicjax.sources", "magicjax.options", "magicjax.plugins")
+    ("magicjax.trees", "magicjax.downloads", "magicjax.options", "magicjax.plugins")
     + ("magicjax.compilation_cache",),
-    ("magicjax.settings", "magicjax.parallel", "magicjax.verification", "magicjax.grammars"),
+    ("magicjax.settings", "magicjax.parallel", "magicjax.verification", "magicjax.grammars")
+    + ("magicjax.sources",),
     ("magicjax.model", "magicjax.sampling_params"),
     ("magicjax.kv_cache",),
     ("magicjax.policies",),

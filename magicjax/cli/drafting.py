@@ -7,6 +7,7 @@ from typing import Any
 
 import magicjax
 from magicjax.cli import options
+from magicjax.downloads import fetched_draft
 from magicjax.drafters import Drafter
 from magicjax.drafters.spec import (
     DRAFTER_SYNTAX,
@@ -22,7 +23,7 @@ from magicjax.drafters.spec import (
 )
 from magicjax.options import as_help, options_of
 from magicjax.plugins import installed
-from magicjax.sources import Source, fetched_draft
+from magicjax.sources import Source
 from magicjax.trees.token_tree import DynamicTree, Tree
 from magicjax.verification.verify import VERIFIERS
 from pallas_kernels.cpu import build

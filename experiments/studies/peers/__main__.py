@@ -32,8 +32,9 @@ from experiments.schema.fields import ConfigError
 from experiments.studies.peers.process import Peer, Run, run_magicjax, run_peer
 from experiments.training import draft_vocab
 from magicjax.benchmarks.tables import markdown_table
+from magicjax.downloads import DOWNLOADS
 from magicjax.files import write_atomically
-from magicjax.sources import DOWNLOADS, Source
+from magicjax.sources import Source
 from models.quantized import NONE
 
 PROG = "python -m experiments.studies.peers"

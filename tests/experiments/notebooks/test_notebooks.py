@@ -15,7 +15,7 @@ import pytest
 
 from experiments.notebooks import __main__ as command
 from experiments.notebooks import running
-from magicjax.sources import DOWNLOADS
+from magicjax.downloads import DOWNLOADS
 from tests.quick import quick
 
 ROOT = pathlib.Path(__file__).parents[3]

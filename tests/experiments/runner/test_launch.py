@@ -15,7 +15,7 @@ import yaml
 from experiments import launch
 from experiments.runner import estimates, launchers, preflight, provenance
 from experiments.schema import config, grid, store
-from magicjax.sources import DOWNLOADS
+from magicjax.downloads import DOWNLOADS
 
 SETTINGS = {
     "name": "mine",

@@ -4,17 +4,18 @@ import argparse
 
 import pytest
 
-from magicjax import sources
+from magicjax import downloads
 from magicjax.cli import drafting
+from magicjax.downloads import DOWNLOADS
 from magicjax.drafters.spec import parse, parse_trees
-from magicjax.sources import DOWNLOADS
 from pallas_kernels.cpu import build
 
 
 @pytest.fixture
 def fetched(tmp_path, monkeypatch):
     """Makes the directories of some models."""
-    monkeypatch.setattr(sources.Download, "directory", property(lambda self: tmp_path / self.name))
+    directory = property(lambda self: tmp_path / self.name)
+    monkeypatch.setattr(downloads.Download, "directory", directory)
 
     def make(*names):
         for name in names:
