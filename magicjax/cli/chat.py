@@ -14,6 +14,7 @@ from magicjax.cli import drafting, model_options, options, text
 from magicjax.decoding.counts import Counts
 from magicjax.decoding.prompts import chat_tokens, token_ids
 from magicjax.decoding.text import Result
+from magicjax.drafters.spec import resolve
 from magicjax.engine.handle import RequestStats
 from magicjax.files import write_atomically
 from magicjax.model import DTYPES, Model
@@ -126,9 +127,9 @@ def run(arguments: argparse.Namespace) -> None:
     source = Source(arguments.target, arguments.tokenizer)
     drafting.resolve_sampling(arguments, source)
     sampled = arguments.temperature != 0
-    drafters = drafting.engine_drafters(arguments, sampled, "without --temperature")
-    if not arguments.drafter and drafters[0].text != drafting.SERVED:
-        print(f"drafter {drafters[0].text}; --drafter none turns it off", file=sys.stderr)
+    drafters, trees = drafting.engine_speculation(arguments, sampled, "without --temperature")
+    if not arguments.drafter and drafters and drafters.text != drafting.SERVED:
+        print(f"drafter {drafters.text}; --drafter none turns it off", file=sys.stderr)
     params = drafting.sampling_params(arguments, max_tokens=None)
     dtype = model_options.default_dtype(arguments.backend)
     target = model_options.unloaded_target(arguments, source, dtype)
@@ -140,7 +141,7 @@ def run(arguments: argparse.Namespace) -> None:
     adaptive = bool(drafters) and not arguments.no_adaptive
     config = _engine_config(arguments, target, least, adaptive)
     load = functools.partial(model_options.unloaded, arguments, dtype)
-    drafter, tree = drafting.speculation(drafters, arguments.tree, load)
+    drafter, tree = resolve(drafters, trees, load)
     engine = magicjax.Engine(target, drafter, tree, config)
     first = _first_messages(arguments)
     session = Session(engine, params, target, first, template_kwargs=template_kwargs)

@@ -8,7 +8,6 @@ from typing import Any
 import magicjax
 from magicjax.cli import options
 from magicjax.downloads import fetched_draft
-from magicjax.drafters import Drafter
 from magicjax.drafters.spec import (
     DRAFTER_SYNTAX,
     DRAFTERS,
@@ -19,12 +18,11 @@ from magicjax.drafters.spec import (
     joined,
     parse,
     parse_trees,
-    resolve,
 )
 from magicjax.options import as_help, options_of
 from magicjax.plugins import installed
 from magicjax.sources import Source
-from magicjax.trees.token_tree import DynamicTree, Tree
+from magicjax.trees.token_tree import DynamicTree
 from magicjax.verification.verify import VERIFIERS
 from pallas_kernels.cpu import build
 
@@ -109,29 +107,30 @@ def add_adaptive_speculation(parser: Any) -> None:
     )
 
 
-def engine_drafters(arguments: argparse.Namespace, sampled: bool, greedy: str) -> list[Drafters]:
-    """Returns the drafters of an engine; [] for plain decoding.
+def engine_speculation(
+    arguments: argparse.Namespace, sampled: bool, greedy: str
+) -> tuple[Drafters | None, Trees | None]:
+    """Returns (drafters, trees) of an engine; (None, None) for plain decoding.
 
     Args:
-      arguments: of a command with the options of `add_adaptive_speculation`; gets the tree of a
-        default draft model.
+      arguments: of a command with the options of `add_adaptive_speculation`.
       sampled: whether tokens are sampled.
       greedy: a phrase for when nothing is sampled.
 
     Raises:
       ValueError: options that cannot be combined, or have no effect.
     """
-    drafters = list(arguments.drafter)
+    drafters, trees = arguments.drafter, arguments.tree
     if not drafters:
         drafters = [parse(default_drafter(arguments))]
         if drafters[0].text != SERVED:
-            arguments.tree = arguments.tree or [parse_trees(DRAFT_TREE)]
+            trees = trees or [parse_trees(DRAFT_TREE)]
     if options.AUTO in drafters:
         raise ValueError(
             f"--drafter {options.AUTO} measures a single prompt: find a drafter with `magicjax "
             f"generate --drafter {options.AUTO}`, and pass it"
         )
-    if options.AUTO in arguments.tree:
+    if options.AUTO in trees:
         raise ValueError(
             f"--tree {options.AUTO} measures a single prompt, and an engine adapts the depth of a "
             "chain to its requests: omit --tree, or find one with `magicjax generate`"
@@ -141,7 +140,7 @@ def engine_drafters(arguments: argparse.Namespace, sampled: bool, greedy: str) -
             raise ValueError(f"--drafter {options.NONE} with another drafter: remove one of them")
         drafters = []
     check(arguments, drafters, sampled, f"with --drafter {options.NONE}", greedy)
-    early = next(filter(_ends_early, arguments.tree), None)
+    early = next(filter(_ends_early, trees), None)
     if drafters and not arguments.no_adaptive and early:
         raise ValueError(
             f"--tree {early.text} has min_prob, and an adaptive engine times rounds before "
@@ -154,7 +153,7 @@ def engine_drafters(arguments: argparse.Namespace, sampled: bool, greedy: str) -
             "--verifier mss gives a seed a text that depends on what drafts: add --no-adaptive, or "
             "omit --verifier"
         )
-    return drafters
+    return combined(drafters, trees)
 
 
 def _ends_early(trees: Trees) -> bool:
@@ -364,16 +363,13 @@ def check(
         )
 
 
-def speculation(
-    drafters: Sequence[Drafters],
-    trees: Sequence[Trees],
-    load: Callable[[str], magicjax.Model],
-) -> tuple[Drafter | None, Tree | None]:
-    """Returns (drafter, tree) for `magicjax.generate`.
+def combined(
+    drafters: Sequence[Drafters], trees: Sequence[Trees]
+) -> tuple[Drafters | None, Trees | None]:
+    """Returns (drafters, trees) of repeated options; (None, None) for plain decoding.
 
-    Args:
-      drafters, trees: of the options.
-      load: returns the model of a path.
+    Raises:
+      ValueError: a cascade and another drafter.
     """
     if not drafters:
         return None, None
@@ -382,4 +378,4 @@ def speculation(
             f"--drafter {cascade.text!r} is a cascade, which cannot be a member of an ensemble: "
             "remove the other --drafter"
         )
-    return resolve(joined(drafters), joined(trees) if trees else None, load)
+    return joined(drafters), joined(trees) if trees else None

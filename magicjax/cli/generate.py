@@ -20,7 +20,7 @@ from magicjax.decoding.output import Output
 from magicjax.decoding.prompts import token_ids
 from magicjax.decoding.validation import DEFAULT_TREE
 from magicjax.drafters import Drafter
-from magicjax.drafters.spec import make_drafter
+from magicjax.drafters.spec import make_drafter, resolve
 from magicjax.model import DTYPES
 from magicjax.options import token_count
 from magicjax.sources import Source
@@ -317,7 +317,7 @@ def speculation(
 
         return for_tree(make_drafter(arguments.drafter[0], load), arguments.profile), None
     if AUTO not in arguments.drafter:
-        return drafting.speculation(arguments.drafter, arguments.tree, load)
+        return resolve(*drafting.combined(arguments.drafter, arguments.tree), load)
     candidates = [make_drafter(candidate, load) for candidate in arguments.candidate]
     return magicjax.Auto(candidates or None, profile=arguments.profile), None
 

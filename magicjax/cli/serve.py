@@ -16,7 +16,7 @@ from magicjax.checks import check_whole
 from magicjax.cli import drafting, model_options, options
 from magicjax.decoding import memory, program_cache
 from magicjax.decoding.request import Request
-from magicjax.drafters.spec import Drafters, joined
+from magicjax.drafters.spec import Drafters, Trees, resolve
 from magicjax.engine import memory_check
 from magicjax.engine.templates import validated
 from magicjax.model import DTYPES, Model
@@ -250,9 +250,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(
             f'magicjax serve requires {error.name}: pip install "magicjax[serve]"'
         ) from error
-    api_key, drafters = _checked(arguments), _drafters(arguments)
+    api_key, (drafters, trees) = _checked(arguments), _speculation(arguments)
     name = arguments.served_model_name or pathlib.Path(arguments.target).resolve().name
-    described, rows = _described(arguments, drafters)
+    described, rows = _described(arguments, drafters, trees)
     with bind(arguments.host, arguments.port) as bound:
         host, port = bound.getsockname()[:2]
         if api_key is None and not ipaddress.ip_address(host).is_loopback:
@@ -288,7 +288,7 @@ def run(arguments: argparse.Namespace) -> int:
         app = create_app(served, worker, server_options)
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         per_device = " on each device" if arguments.mesh else ""
-        drafter = joined(drafters).text if drafters else options.NONE
+        drafter = drafters.text if drafters else options.NONE
         _note(
             f"serving {name} at {url} with {options.counted(engine.config.slots, 'slot')} of "
             f"{engine.config.capacity:,} tokens in {served.target.dtype.name}, drafter "
@@ -297,16 +297,16 @@ def run(arguments: argparse.Namespace) -> int:
         return serve(app, worker, bound, limits)
 
 
-def _drafters(arguments: argparse.Namespace) -> list[Drafters]:
-    """Returns the drafters; raises ValueError for invalid options of speculation."""
+def _speculation(arguments: argparse.Namespace) -> tuple[Drafters | None, Trees | None]:
+    """Returns (drafters, trees); raises ValueError for invalid options of speculation."""
     options.check_effects(arguments, [("verifier", not arguments.greedy, "with --greedy")])
     if arguments.verifier == "greedy":
         raise ValueError("--verifier greedy does not sample: use --greedy")
-    return drafting.engine_drafters(arguments, not arguments.greedy, "with --greedy")
+    return drafting.engine_speculation(arguments, not arguments.greedy, "with --greedy")
 
 
 def _described(
-    arguments: argparse.Namespace, drafters: list[Drafters]
+    arguments: argparse.Namespace, drafters: Drafters | None, trees: Trees | None
 ) -> tuple[dict[str, Any], Request]:
     """Returns the engine's arguments, of models without weights, and a request of all its rows.
 
@@ -318,7 +318,7 @@ def _described(
     mesh = magicjax.make_mesh(*parse_mesh(arguments.mesh)) if arguments.mesh else None
     target = model_options.unloaded_target(arguments, source, dtype)
     load = functools.partial(model_options.unloaded, arguments, dtype)
-    drafter, tree = drafting.speculation(drafters, arguments.tree, load)
+    drafter, tree = resolve(drafters, trees, load)
     config = engine_config(arguments, target, bool(drafters) and not arguments.no_adaptive)
     config, row = validated(target, drafter, tree, config, mesh)
     if arguments.slots is None and mesh is None:

@@ -39,11 +39,11 @@ def test_a_draft_model_that_is_downloaded_drafts(fetched):
     assert default("qwen2.5-coder-1.5b") == f"small:qwen2.5-coder-0.5b{packed}:draft_vocab=32000"
     options = dict(drafter=[], tree=[], no_adaptive=False, verifier=None)
     options |= dict(target="qwen2.5-coder-1.5b", activations="int8", mesh=None, tokenizer=None)
-    own = [parse_trees("chain:2")]
-    for asked, tree in (([], [parse_trees(drafting.DRAFT_TREE)]), (own, own)):
+    own = parse_trees("chain:2")
+    for asked, tree in (([], parse_trees(drafting.DRAFT_TREE)), ([own], own)):
         arguments = argparse.Namespace(**options | dict(tree=asked))
-        assert len(drafting.engine_drafters(arguments, False, "without --temperature")) == 1
-        assert arguments.tree == tree
+        drafter, found = drafting.engine_speculation(arguments, False, "without --temperature")
+        assert drafter.text == default("qwen2.5-coder-1.5b") and found == tree
     plain = default("qwen2.5-coder-1.5b", activations="float")
     assert plain == "small:qwen2.5-coder-0.5b:draft_vocab=32000"
     for options in (dict(mesh="data=2"), dict(tokenizer="a"), dict(target="smollm2")):
@@ -55,7 +55,7 @@ def test_an_adaptive_engine_refuses_trees_that_end_early():
     options = dict(drafter=drafter, tree=tree, no_adaptive=False)
     message = "--tree dynamic:6,5,2,0.6 has min_prob, .* add --no-adaptive"
     with pytest.raises(ValueError, match=message):
-        drafting.engine_drafters(argparse.Namespace(**options), False, "without --temperature")
+        drafting.engine_speculation(argparse.Namespace(**options), False, "without --temperature")
 
 
 def test_draft_models_are_downloads():
