@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 import models
 from magicjax import compilation_cache, placement
-from magicjax.checks import check_whole
+from magicjax.checks import check_number
 from magicjax.model import KV_DTYPES, Model
 from magicjax.parallel import offloading, pipeline_stages
 from magicjax.parallel.layouts import Layout, Offloaded, Pipelined, Resident
@@ -194,7 +194,7 @@ def _cut(
     """Returns module and parameters with the draft vocabulary, if there is one."""
     if draft_vocab is None:
         return module, params
-    check_whole("draft_vocab", draft_vocab, 1)
+    check_number("draft_vocab", draft_vocab, ge=1)
     return models.with_draft_vocab(module, params, draft_vocab, eos_token_ids)
 
 

@@ -1,8 +1,9 @@
-"""Options as text: those that drafters declare, in commands and configs, and numbers of tokens."""
+"""Options: fields of dataclasses, with which commands, configs and request bodies are made."""
 
 import argparse
 import dataclasses
 import functools
+import inspect
 import re
 import textwrap
 import types
@@ -13,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from flax import struct
 
+from magicjax.checks import OptionTypeError, check_number, describe_number
 from magicjax.suggest import did_you_mean
 
 _hints = functools.cache(typing.get_type_hints)  # objects are made while programs are traced
@@ -27,15 +29,18 @@ def token_count(text: str) -> int:
 
 
 class Option(NamedTuple):
-    """A setting of a drafter or a policy.
+    """A setting of a drafter, a policy, a request, an engine or a server.
 
     Attributes:
       name: of the field.
-      annotation: int, float, bool, str, a Literal, or a union of them and None.
+      annotation: int, float, bool, str, a Literal, or a union of them and None; others are neither
+        checked nor read from text.
       default: its value if it is not set.
       help: what it does.
       positional: whether its value may be written without its name.
       owner: the policy that it belongs to; "": the drafter.
+      ge, gt, le: the smallest number, one that all are above, and the largest; None for none.
+      hint: ends the error of a wrong number.
     """
 
     name: str
@@ -44,26 +49,84 @@ class Option(NamedTuple):
     help: str = ""
     positional: bool = False
     owner: str = ""
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    hint: str = ""
+
+    @property
+    def kinds(self) -> list[Any]:
+        """The types that can be written as text."""
+        known = (int, float, str, bool)
+        members = _members(self.annotation)
+        return [kind for kind in members if kind in known or typing.get_origin(kind) is Literal]
+
+    @property
+    def checkable(self) -> bool:
+        """Whether all values but None can be written as text."""
+        return len(self.kinds) == len(
+            [k for k in _members(self.annotation) if k is not types.NoneType]
+        )
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """Its `ge`, `gt` and `le`, without None."""
+        limits = {"ge": self.ge, "gt": self.gt, "le": self.le}
+        return {name: limit for name, limit in limits.items() if limit is not None}
+
+    @property
+    def values(self) -> str:
+        """Its values in words, except for None."""
+        return " or ".join(
+            " or ".join(map(str, typing.get_args(kind)))
+            if typing.get_origin(kind) is Literal
+            else describe_number(kind, **self.limits)
+            if kind in (int, float)
+            else {str: "a text", bool: "true or false"}[kind]
+            for kind in self.kinds
+        )
 
 
-def option(default: Any, help: str, *, positional: bool = False) -> Any:
+def option(default: Any, help: str, *, positional: bool = False, **limits: float) -> Any:
     """Returns a static field of a drafter that commands and configs can set.
 
     ::
 
         @flax.struct.dataclass
         class Repeat(magicjax.Drafter):
-            period: int = magicjax.option(4, "how many tokens are repeated", positional=True)
+            period: int = magicjax.option(4, "how many tokens are repeated", positional=True, ge=1)
 
     The text of a drafter sets it by name, `repeat:period=8`, and a positional one also without,
     `repeat:8`, in the order of the fields.
+
+    Args:
+      default: its value if it is not set.
+      help: what it does.
+      positional: whether its value may be written without its name.
+      **limits: `ge`, `gt`, `le`, as in `magicjax.options.Option`.
     """
-    metadata = {"help": help, "positional": positional}
+    metadata = {"help": help, "positional": positional} | limits
     return struct.field(pytree_node=False, default=default, metadata=metadata)
 
 
+def setting(default: Any, help: str, **declared: Any) -> Any:
+    """Returns a field of a dataclass from which other interfaces are made; see `Option`."""
+    return dataclasses.field(default=default, metadata={"help": help} | declared)
+
+
+def documented[Kind: type](kind: Kind) -> Kind:
+    """Returns a dataclass with the help and limits of its settings in its docstring."""
+    lines = []
+    for name, known in options_of(kind).items():
+        text = f"{name}: {known.help}{f' ({known.values})' if known.limits else ''}."
+        lines.append(textwrap.fill(text, 98, initial_indent="  ", subsequent_indent="    "))
+    attributes = "\n".join(["Attributes:", *lines])
+    kind.__doc__ = inspect.cleandoc(kind.__doc__ or "").replace("{attributes}", attributes)
+    return kind
+
+
 def options_of(kind: type) -> dict[str, Option]:
-    """Returns the options that a class of drafters declares, by name, in order."""
+    """Returns the options that a class declares, by name, in order."""
     declared = [field for field in dataclasses.fields(kind) if "help" in field.metadata]
     hints = _hints(kind) if declared else {}
     return {
@@ -73,7 +136,7 @@ def options_of(kind: type) -> dict[str, Option]:
 
 
 def _declared(field: dataclasses.Field) -> dict[str, Any]:
-    return {name: field.metadata[name] for name in ("help", "positional")}
+    return {name: field.metadata[name] for name in Option._fields if name in field.metadata}
 
 
 def fields_of(kind: type, owner: str = "") -> dict[str, Option]:
@@ -85,23 +148,28 @@ def fields_of(kind: type, owner: str = "") -> dict[str, Option]:
     }
 
 
-def check_types(owner: Any, declared: Iterable[Option]) -> None:
+def check_options(owner: Any, declared: Iterable[Option]) -> None:
     """Checks the values of an object's options, and replaces NumPy's scalars by Python's.
 
     Options of other types than those that a text can have are not checked.
 
     Raises:
-      TypeError: a value of another type, which would fail while a program is traced.
+      OptionTypeError: a value of another type, which would fail while a program is traced.
+      OptionError: a number outside its range.
     """
     for known in declared:
         value = getattr(owner, known.name)
         if isinstance(value, np.generic):
             value = value.item()
             object.__setattr__(owner, known.name, value)
-        kinds = _members(known.annotation)
-        checkable = len(_alternatives(known.annotation)) == len(kinds) - (types.NoneType in kinds)
-        if checkable and value is not known.default and not any(_is_a(value, k) for k in kinds):
-            raise TypeError(f"{known.name}={value!r}: it must be {describe(known.annotation)}")
+        if value is known.default or not known.checkable:
+            continue
+        if not any(_is_a(value, kind) for kind in _members(known.annotation)):
+            wanted = known.values + (known.hint and f"; {known.hint}")
+            raise OptionTypeError(f"{{}}: it must be {wanted}", known.name, value)
+        if _is_a(value, float):
+            kind = int if int in known.kinds else float
+            check_number(known.name, value, kind, **known.limits, hint=known.hint)
 
 
 def _is_a(value: Any, kind: Any) -> bool:
@@ -118,7 +186,7 @@ def parse(known: Option, text: str) -> Any:
     Raises:
       ValueError: the text is not a value of the option's type.
     """
-    for kind in _alternatives(known.annotation):
+    for kind in known.kinds:
         if typing.get_origin(kind) is Literal:
             values = {str(value): value for value in typing.get_args(kind)}
             if text in values:
@@ -130,25 +198,7 @@ def parse(known: Option, text: str) -> Any:
                 return kind(text)
             except ValueError:
                 continue
-    raise ValueError(f"{known.name}={text!r}: it must be {describe(known.annotation)}")
-
-
-def describe(annotation: Any) -> str:
-    """Returns the values of an annotation in words."""
-    words = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
-    return " or ".join(
-        " or ".join(map(str, typing.get_args(kind)))
-        if typing.get_origin(kind) is Literal
-        else words[kind]
-        for kind in _alternatives(annotation)
-    )
-
-
-def _alternatives(annotation: Any) -> list[Any]:
-    """Returns the types of an annotation that can be written as text."""
-    known = (int, float, str, bool)
-    members = _members(annotation)
-    return [kind for kind in members if kind in known or typing.get_origin(kind) is Literal]
+    raise ValueError(f"{known.name}={text!r}: it must be {known.values}")
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
@@ -184,6 +234,6 @@ def as_help(known: Iterable[Option]) -> str:
     lines = []
     for each in known:
         default = "" if each.default is None else f", default {each.default}"
-        lines.append(f"  {each.name} ({describe(each.annotation)}{default})")
+        lines.append(f"  {each.name} ({each.values}{default})")
         lines += textwrap.wrap(each.help, 90, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import magicjax
+from magicjax.checks import OptionError
 from magicjax.cli import drafting, model_options, options, text
 from magicjax.decoding.counts import Counts
 from magicjax.decoding.prompts import chat_tokens, token_ids
@@ -114,7 +115,7 @@ def add(commands: Any) -> None:
         "--verbose", action="store_true", help="log compilations and the size of the caches"
     )
     drafting.add_adaptive_speculation(parser)
-    drafting.add_sampling(parser)
+    drafting.add_sampling(parser, ("max_tokens", "logprobs"))
     parser.set_defaults(run=run)
 
 
@@ -130,7 +131,8 @@ def run(arguments: argparse.Namespace) -> None:
     drafters, trees = drafting.engine_speculation(arguments, sampled, "without --temperature")
     if not arguments.drafter and drafters and drafters.text != drafting.SERVED:
         print(f"drafter {drafters.text}; --drafter none turns it off", file=sys.stderr)
-    params = drafting.sampling_params(arguments, max_tokens=None)
+    given = options.given(arguments, magicjax.SamplingParams)
+    params = magicjax.SamplingParams(**given | {"max_tokens": None})  # the engine has the limit
     dtype = model_options.default_dtype(arguments.backend)
     target = model_options.unloaded_target(arguments, source, dtype)
     shortest = [*_first_messages(arguments), {"role": "user", "content": "a"}]
@@ -173,20 +175,20 @@ def _engine_config(
     limit = arguments.max_context
     limit = min(positions, MAX_CONTEXT) if limit is None else limit
     if not least <= limit <= positions:
-        raise ValueError(
-            f"max_context={limit}: it must be at least {least} tokens, for a message in the chat "
-            f"template and an answer, and at most the {positions} positions of the target"
+        raise OptionError(
+            f"{{}}: it must be at least {least} tokens, for a message in the chat template and an "
+            f"answer, and at most the {positions} positions of the target",
+            "max_context",
+            limit,
         )
     return magicjax.EngineConfig(
         slots=1,
         capacity=limit,
-        max_tokens=arguments.max_tokens,
         sampling=arguments.temperature != 0,
-        verifier=arguments.verifier,
         adaptive=adaptive,
         rounds_per_step=1,  # text appears after every round
         logits_processors=True,
-        backend=arguments.backend,
+        **options.given(arguments, magicjax.EngineConfig),
     )
 
 

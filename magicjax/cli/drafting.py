@@ -21,6 +21,7 @@ from magicjax.drafters.spec import (
 )
 from magicjax.options import as_help, options_of
 from magicjax.plugins import installed
+from magicjax.sampling_params import FILTERS
 from magicjax.sources import Source
 from magicjax.trees.token_tree import DynamicTree
 from magicjax.verification.verify import VERIFIERS
@@ -180,84 +181,23 @@ def drafters_help() -> str:
     return "\n".join([*lines, f"drafters of installed packages: {others}"])
 
 
-# Options that generation_config.json may set, and their defaults.
-SAMPLING_OPTIONS = {
-    "temperature": 0.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-}
+def add_sampling(parser: Any, omitted: Sequence[str] = (), **changes: Any) -> None:
+    """Adds the options of sampling, except for the verifier.
 
-
-def add_sampling(parser: Any) -> None:
-    """Adds the options of sampling, except for the verifier."""
+    Args:
+      parser: of a command.
+      omitted: parameters that are no options of the command, besides those of no command.
+      **changes: as in `options.add_settings`.
+    """
     group = parser.add_argument_group("sampling")
     group.add_argument(
         "--do-sample",
         action="store_true",
         help="sample as the target's generation_config.json asks; other options have precedence",
     )
-    group.add_argument("--temperature", type=float, help="default: 0, greedy decoding")
-    group.add_argument("--top-k", type=int, help="number of tokens to sample from; default: 0, all")
-    group.add_argument(
-        "--top-p", type=float, help="probability mass to sample from; default: 1, all"
-    )
-    group.add_argument(
-        "--min-p",
-        type=float,
-        help="least probability of a token, relative to the highest one; default: 0, all",
-    )
-    group.add_argument("--repetition-penalty", type=float, help="default: 1, none")
-    group.add_argument("--frequency-penalty", type=float, default=0.0, help="default: 0")
-    group.add_argument("--presence-penalty", type=float, default=0.0, help="default: 0")
-    group.add_argument(
-        "--logit-bias",
-        metavar="TOKEN=BIAS",
-        action="append",
-        default=[],
-        type=_bias,
-        help="number to add to the logit of a token id; can be repeated",
-    )
-    group.add_argument(
-        "--bad-word",
-        metavar="TEXT",
-        dest="bad_words",
-        action="append",
-        default=[],
-        help="string that is not generated; can be repeated",
-    )
-    group.add_argument(
-        "--min-tokens",
-        type=int,
-        default=0,
-        help="new tokens before EOS and --stop-token-id are allowed; default: 0",
-    )
-    group.add_argument(
-        "--thinking-token-budget",
-        type=int,
-        metavar="N",
-        help="tokens of the reasoning after which the next one is </think>; default: any number",
-    )
-    group.add_argument(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="string that ends the text, which is cut before it; repeat the option for several; "
-        "--stop $'\\n' in bash for the end of a line",
-    )
-    group.add_argument(
-        "--stop-token-id",
-        dest="stop_token_ids",
-        action="append",
-        default=[],
-        type=int,
-        metavar="TOKEN",
-        help="token id that ends the text beside EOS; can be repeated",
-    )
-    group.add_argument("--ignore-eos", action="store_true", help="do not end the text at EOS")
-    group.add_argument("--seed", type=int, default=0, help="default: 0")
+    omitted = ("grammar", "speculative", "prompt_logprobs", *omitted)
+    changes |= dict(logit_bias=dict(action="append", type=_bias, metavar="TOKEN=BIAS"))
+    options.add_settings(group, magicjax.SamplingParams, omitted, **changes)
 
 
 def _bias(text: str) -> tuple[int, float]:
@@ -277,10 +217,9 @@ def resolve_sampling(arguments: argparse.Namespace, target: Source) -> None:
         that filter samples without a temperature, which can be 0.
     """
     samples = arguments.do_sample or arguments.temperature is not None
-    filters = ("top_k", "top_p", "min_p")
-    options.check_effects(arguments, [(name, samples, "without --temperature") for name in filters])
+    options.check_effects(arguments, [(name, samples, "without --temperature") for name in FILTERS])
     asked = target.sampling_defaults if arguments.do_sample else {}
-    if unsupported := sorted(set(asked) - set(SAMPLING_OPTIONS)):
+    if unsupported := sorted(set(asked) - set(options_of(magicjax.SamplingParams))):
         raise ValueError(
             f"--do-sample: generation_config.json asks for {', '.join(unsupported)}, which is not "
             "supported: pass --temperature and other options of sampling instead"
@@ -290,9 +229,9 @@ def resolve_sampling(arguments: argparse.Namespace, target: Source) -> None:
             "--do-sample: the target has no generation_config.json that asks for sampling: pass "
             "--temperature instead"
         )
-    for key, default in SAMPLING_OPTIONS.items():
-        if getattr(arguments, key) is None:
-            setattr(arguments, key, asked.get(key, default))
+    for name, value in {"temperature": 0.0, **asked}.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
 
 
 def show_sampling_defaults(arguments: argparse.Namespace, target: Source) -> None:
@@ -301,40 +240,11 @@ def show_sampling_defaults(arguments: argparse.Namespace, target: Source) -> Non
     if not asked:
         return
     values = ", ".join(f"{key} {value:g}" for key, value in asked.items())
-    unsupported = ", ".join(sorted(set(asked) - set(SAMPLING_OPTIONS)))
+    unsupported = ", ".join(sorted(set(asked) - set(options_of(magicjax.SamplingParams))))
     how = f"{unsupported}: not supported" if unsupported else "--do-sample"
     print(
         f"greedy decoding; the model's generation_config.json asks for {values} ({how})",
         file=sys.stderr,
-    )
-
-
-def sampling_params(
-    arguments: argparse.Namespace,
-    max_tokens: int | None,
-    grammar: magicjax.Grammar | None = None,
-    logprobs: int | None = None,
-) -> magicjax.SamplingParams:
-    """Returns the parameters of a text, with those of `add_sampling`."""
-    return magicjax.SamplingParams(
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        min_p=arguments.min_p,
-        repetition_penalty=arguments.repetition_penalty,
-        frequency_penalty=arguments.frequency_penalty,
-        presence_penalty=arguments.presence_penalty,
-        logit_bias=arguments.logit_bias,
-        bad_words=arguments.bad_words,
-        min_tokens=arguments.min_tokens,
-        ignore_eos=arguments.ignore_eos,
-        thinking_token_budget=arguments.thinking_token_budget,
-        seed=arguments.seed,
-        max_tokens=max_tokens,
-        stop=arguments.stop,
-        stop_token_ids=arguments.stop_token_ids,
-        grammar=grammar,
-        logprobs=logprobs,
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 import magicjax
+from magicjax.checks import check_number
 from magicjax.cli import INTERRUPTED, drafting, model_options, options, text
 from magicjax.cli.options import AUTO
 from magicjax.decoding.output import Output
@@ -25,10 +26,12 @@ from magicjax.model import DTYPES
 from magicjax.options import token_count
 from magicjax.sources import Source
 from magicjax.trees.token_tree import Tree
+from magicjax.verification.logprobs import MAX_ALTERNATIVES
 from magicjax.verification.verify import VERIFIERS
 from magicjax.version import version
 from sharding import parse_mesh, processes
 
+MAX_TOKENS = magicjax.SamplingParams.max_tokens
 FINISH_REASONS = {"eos": "stop (EOS)", "stop": "stop (a stop string or token)"}
 
 
@@ -52,9 +55,6 @@ def add(commands: Any) -> None:
     source.add_argument("--prompt", help="text to continue")
     source.add_argument("--prompt-file", type=pathlib.Path, help="file with the text to continue")
     source.add_argument("--chat", metavar="MESSAGE", help="message to answer, in a chat template")
-    parser.add_argument(
-        "--max-tokens", type=token_count, default=128, help="new tokens; default: 128"
-    )
     grammar = parser.add_mutually_exclusive_group()
     grammar.add_argument("--regex", help="regular expression that the whole text must match")
     grammar.add_argument(
@@ -70,13 +70,6 @@ def add(commands: Any) -> None:
         metavar="FILE",
         help="file with the context-free grammar of the text, in Lark's syntax",
     )
-    parser.add_argument(
-        "--logprobs",
-        type=int,
-        metavar="K",
-        help="print each token's log-probability under the target, and the K most likely tokens, "
-        "0 to 20, after the text",
-    )
     parser.add_argument("--dtype", choices=DTYPES, help="of all models; default: as stored")
     model_options.add_backend(parser)
     parser.add_argument(
@@ -91,7 +84,17 @@ def add(commands: Any) -> None:
         "--verbose", action="store_true", help="log compilations and the size of the caches"
     )
     _add_speculation(parser)
-    drafting.add_sampling(parser)
+    drafting.add_sampling(
+        parser,
+        max_tokens=dict(
+            type=token_count, default=MAX_TOKENS, help=f"the most new tokens; default: {MAX_TOKENS}"
+        ),
+        logprobs=dict(
+            metavar="K",
+            help="print each token's log-probability under the target, and the K most likely "
+            f"tokens, 0 to {MAX_ALTERNATIVES}, after the text",
+        ),
+    )
     _add_processes(parser.add_argument_group("multiple processes"))
     parser.set_defaults(run=run)
 
@@ -197,8 +200,7 @@ def _silent() -> Iterator[None]:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Raises ValueError for no tokens, options without effect, and drafters beside `auto`."""
-    if arguments.max_tokens < 1:
-        raise ValueError(f"max_tokens={arguments.max_tokens}: it must be at least 1")
+    check_number("max_tokens", arguments.max_tokens, ge=1)
     auto = AUTO in arguments.drafter
     if auto and len(arguments.drafter) > 1:
         raise ValueError(
@@ -236,12 +238,8 @@ def _generate(
     target = model_options.unloaded_target(arguments, source)
     drafter, tree = speculation(arguments)
     drafting.show_sampling_defaults(arguments, source)
-    params = drafting.sampling_params(
-        arguments,
-        max_tokens=arguments.max_tokens,
-        grammar=_grammar(arguments),
-        logprobs=arguments.logprobs,
-    )
+    given = options.given(arguments, magicjax.SamplingParams)
+    params = magicjax.SamplingParams(**given, grammar=_grammar(arguments))
     prompts = token_ids(target, [_prompt(arguments)])
     rounds = magicjax.stream(
         target,

@@ -87,12 +87,9 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
         code = 0
     except (ValueError, OSError) as error:
-        from magicjax.cli.options import in_option_names
+        from magicjax.cli.options import explain
 
-        # The weights of a drafter are in its text.
-        unset = {"weights"} if getattr(arguments, "weights", None) is None else {}
-        names = [name for name in vars(arguments) if name not in unset]
-        main_parser.exit(2, f"magicjax: {in_option_names(str(error), names)}\n")
+        main_parser.exit(2, f"magicjax: {explain(error, arguments)}\n")
     except KeyboardInterrupt:
         main_parser.exit(INTERRUPTED, "magicjax: interrupted\n")
     if code:

@@ -3,10 +3,15 @@
 import argparse
 import re
 from collections.abc import Callable, Iterable
+from typing import Any
+
+from magicjax.checks import OptionError
+from magicjax.options import Option, options_of
 
 AUTO = "auto"
 NONE = "none"
-SINGULAR = {"stop_token_ids": "stop_token_id", "bad_words": "bad_word"}  # options given repeatedly
+# Settings that are lists, whose options are repeated, and the types of their values.
+LISTS = {"stop_token_ids": int, "allowed_token_ids": int, "bad_words": str, "stop": str}
 
 
 def parsed[Value](parser: Callable[[str], Value], text: str) -> Value:
@@ -19,7 +24,53 @@ def parsed[Value](parser: Callable[[str], Value], text: str) -> Value:
 
 def flag(name: str) -> str:
     """Returns the option of an argument: "top_k" becomes "--top-k"."""
-    return "--" + SINGULAR.get(name, name).replace("_", "-")
+    return "--" + (name.removesuffix("s") if name in LISTS else name).replace("_", "-")
+
+
+def add_settings(parser: Any, kind: type, omitted: Iterable[str] = (), **changes: Any) -> None:
+    """Adds an option for each setting of a dataclass, with its type, default and help.
+
+    An option that is not given is None, and `given` leaves it out.
+
+    Args:
+      parser: of a command, or a group of its options.
+      kind: the dataclass.
+      omitted: settings that are no options, or that the command adds itself.
+      **changes: of single settings, arguments of `add_argument` that differ.
+    """
+    for name, known in options_of(kind).items():
+        if name in omitted:
+            continue
+        how: dict[str, Any] = {"dest": name, "help": _help(known)}
+        if name in LISTS:
+            metavar = "TOKEN" if LISTS[name] is int else "TEXT"
+            how |= {"action": "append", "type": LISTS[name], "metavar": metavar}
+        elif known.kinds == [bool]:
+            how |= {"action": "store_true", "default": None}
+        elif known.kinds:
+            how["type"] = known.kinds[0]
+        how |= changes.get(name, {})
+        if how.get("action") == "append":
+            how["help"] += "; repeat the option for several"
+        parser.add_argument(flag(name), **how)
+
+
+def _help(known: Option) -> str:
+    text = re.sub(r"`(\w+)`", lambda match: flag(match[1]), known.help)
+    text = text.replace("None for", "default:")
+    if known.limits:
+        text += f" ({known.values})"
+    default = known.default
+    if isinstance(default, bool) or not isinstance(default, int | float):
+        return text
+    shown = f"{default:g}" if isinstance(default, float) else f"{default:,}"
+    return f"{text}; default: {shown}"
+
+
+def given(arguments: argparse.Namespace, kind: type) -> dict[str, Any]:
+    """Returns the settings of a dataclass that a command line sets, for its constructor."""
+    values = {name: getattr(arguments, name, None) for name in options_of(kind)}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def counted(number: int, noun: str) -> str:
@@ -43,6 +94,17 @@ def check_effects(
             raise ValueError(f"{flag(name)} has no effect {when}: remove it")
 
 
+def explain(error: Exception, arguments: argparse.Namespace) -> str:
+    """Returns the text of an error, in which arguments of Python are called by their options."""
+    if isinstance(error, OptionError):
+        bare = error.value is ... or error.value is True
+        name = flag(error.field)
+        return error.naming(name if bare else f"{name} {error.value}")
+    # The weights of a drafter are in its text.
+    unset = {"weights"} if getattr(arguments, "weights", None) is None else {}
+    return in_option_names(str(error), [name for name in vars(arguments) if name not in unset])
+
+
 def in_option_names(message: str, names: Iterable[str]) -> str:
     """Returns an error text with Python arguments replaced by options.
 
@@ -58,6 +120,4 @@ def in_option_names(message: str, names: Iterable[str]) -> str:
         return re.sub(rf"\b({name})\b", lambda one: flag(one[1]), match[0])
 
     message = re.sub(rf"(?<![\w./:-])({name})=(True\b)?", option, message)
-    subject = rf"(?<![\w./:-])({name})(?= has the token | with a grammar )"
-    message = re.sub(subject, lambda one: flag(one[1]), message)
     return re.sub(rf"\b(omit|reduce|remove) ({name})\b( and ({name})\b)?", bare, message)

@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 import magicjax
-from magicjax.checks import check_whole
+from magicjax.checks import OptionError, check_number
 from magicjax.cli import drafting, model_options, options
 from magicjax.decoding import memory, program_cache
 from magicjax.decoding.request import Request
@@ -21,17 +21,14 @@ from magicjax.engine import memory_check
 from magicjax.engine.templates import validated
 from magicjax.model import DTYPES, Model
 from magicjax.options import token_count
+from magicjax.server.options import ServerOptions
 from magicjax.sources import Source
 from magicjax.verification.logprobs import MAX_ALTERNATIVES
 from sharding import parse_mesh
 
-DEFAULTS = magicjax.EngineConfig()
-
+# Settings of the engine that other options, or none, decide.
+SET = ("sampling", "adaptive", "grammars", "logits_processors", "logprobs")
 API_KEY = "MAGICJAX_API_KEY"
-MAX_BODY_BYTES = 4 * 2**20
-MAX_CONNECTIONS = 1000  # many systems allow a process 1,024 files
-MAX_REQUESTS_PER_CLIENT = 256
-KEEP_ALIVE_S = 10
 PACKAGES = {"starlette", "uvicorn", "prometheus_client", "pydantic", "pydantic_core"}
 TOOL_FORMATS = ("hermes", "llama3")
 
@@ -87,59 +84,24 @@ def _add_model(parser: Any) -> None:
 
 def _add_engine(group: Any) -> None:
     group.add_argument(
-        "--slots",
-        type=int,
-        help=f"requests decoded at once; default: {DEFAULTS.slots}, or without --mesh fewer if the "
-        "caches are larger than the weights and 1 GB",
-    )
-    group.add_argument(
-        "--capacity",
-        type=token_count,
-        metavar="TOKENS",
-        help="of a request, prompt and new ones; default: the model's positions, at most 4,096",
-    )
-    group.add_argument(
-        "--max-tokens",
-        type=token_count,
-        help="limit of the new tokens of any request; default: the rest of --capacity",
-    )
-    group.add_argument(
         "--greedy",
         action="store_true",
         help="decode all requests greedily, which is faster; default: requests sample, with "
         "temperature 1 unless they give another; 0 is greedy",
     )
-    group.add_argument(
-        "--max-stall-ms",
-        type=float,
-        help="longest pause between two texts of an answer that prefill of other prompts and the "
-        "rounds of a call may cause, in milliseconds; default: no bound",
-    )
-    group.add_argument(
-        "--queue-limit",
-        type=int,
-        default=DEFAULTS.queue_limit,
-        help=f"requests that wait; default: {DEFAULTS.queue_limit:,}",
-    )
-    group.add_argument(
-        "--prefix-bytes",
-        type=int,
-        help="of shared prefixes on the device; default: those of the slots, at most 4",
-    )
-    group.add_argument(
-        "--host-prefix-bytes", type=int, default=0, help="the same in host memory; default: 0"
-    )
-    group.add_argument(
-        "--prefill-chunk",
-        type=int,
-        default=DEFAULTS.prefill_chunk,
-        help=f"the most prompt tokens that a step prefills; default: {DEFAULTS.prefill_chunk}",
-    )
-    group.add_argument(
-        "--rounds-per-step",
-        type=int,
-        default=DEFAULTS.rounds_per_step,
-        help=f"the most rounds before new text is sent; default: {DEFAULTS.rounds_per_step}",
+    options.add_settings(
+        group,
+        magicjax.EngineConfig,
+        ("eos_token_id", *SET, "verifier", "backend"),
+        slots=dict(
+            help=f"requests decoded at once; default: {magicjax.EngineConfig.slots}, or without "
+            "--mesh fewer if the caches are larger than the weights and 1 GB"
+        ),
+        capacity=dict(type=token_count, metavar="TOKENS"),
+        max_tokens=dict(
+            type=token_count,
+            help="limit of the new tokens of any request; default: the rest of --capacity",
+        ),
     )
 
 
@@ -147,77 +109,18 @@ def _add_server(group: Any) -> None:
     group.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1")
     group.add_argument("--port", type=int, default=8000, help="default: 8000; 0: a free one")
     group.add_argument(
-        "--allowed-hosts",
-        type=names,
-        default=(),
-        metavar="NAMES",
-        help="names of the server, with commas, in addition to --host, localhost and all IP "
-        "addresses: requests to others are refused, because a web page can let its own name "
-        "resolve to this server; * for any",
-    )
-    group.add_argument(
-        "--api-key",
-        metavar="KEY",
-        help=f"which requests must have; default: ${API_KEY}, which other users of the machine "
-        "cannot read; without one, no key is needed",
-    )
-    group.add_argument(
         "--api-key-file", type=pathlib.Path, metavar="FILE", help="a file with the key alone"
     )
-    group.add_argument(
-        "--cors-origins",
-        type=names,
-        default=(),
-        metavar="ORIGINS",
-        help="of web pages that may use the server, with commas, such as https://app.example; "
-        "* for any; default: none",
-    )
-    group.add_argument(
-        "--max-body-bytes",
-        type=int,
-        default=MAX_BODY_BYTES,
-        help=f"of a request; default: {MAX_BODY_BYTES:,}",
-    )
-    group.add_argument(
-        "--body-s",
-        type=float,
-        default=30.0,
-        help="seconds in which the body of a request must arrive; default: 30",
-    )
-    group.add_argument(
-        "--keep-alive-s",
-        type=int,
-        default=KEEP_ALIVE_S,
-        help="seconds after which a connection without a request is closed; default: "
-        f"{KEEP_ALIVE_S}",
-    )
-    group.add_argument(
-        "--max-connections",
-        type=int,
-        default=MAX_CONNECTIONS,
-        help=f"at once; requests on others get 503; default: {MAX_CONNECTIONS:,}",
-    )
-    group.add_argument(
-        "--max-requests-per-client",
-        type=int,
-        default=MAX_REQUESTS_PER_CLIENT,
-        metavar="N",
-        help="open requests from one address; others get 429; default: "
-        f"{MAX_REQUESTS_PER_CLIENT:,}",
-    )
-    group.add_argument(
-        "--stall-s",
-        type=float,
-        default=120.0,
-        help="seconds after which /health fails if requests wait and no step of the engine has "
-        "ended; default: 120",
-    )
-    group.add_argument(
-        "--drain-s",
-        type=float,
-        default=30.0,
-        help="seconds that running requests may take after SIGTERM or Ctrl-C; a second signal "
-        "ends the server at once; default: 30",
+    options.add_settings(
+        group,
+        ServerOptions,
+        api_key=dict(
+            metavar="KEY",
+            help=f"which requests must have; default: ${API_KEY}, which other users of the machine "
+            "cannot read; without one, no key is needed",
+        ),
+        allowed_hosts=dict(type=names, metavar="NAME,NAME"),
+        cors_origins=dict(type=names, metavar="ORIGIN,ORIGIN"),
     )
 
 
@@ -238,9 +141,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     try:
         from magicjax.server.app import create_app
-        from magicjax.server.options import ServerOptions
         from magicjax.server.protocol import Served
-        from magicjax.server.run import Limits, bind
+        from magicjax.server.run import bind
         from magicjax.server.run import run as serve
         from magicjax.server.tool_calls import FORMATS
         from magicjax.server.worker import Worker
@@ -250,12 +152,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(
             f'magicjax serve requires {error.name}: pip install "magicjax[serve]"'
         ) from error
-    api_key, (drafters, trees) = _checked(arguments), _speculation(arguments)
+    server_options, (drafters, trees) = _server_options(arguments), _speculation(arguments)
     name = arguments.served_model_name or pathlib.Path(arguments.target).resolve().name
     described, rows = _described(arguments, drafters, trees)
     with bind(arguments.host, arguments.port) as bound:
         host, port = bound.getsockname()[:2]
-        if api_key is None and not ipaddress.ip_address(host).is_loopback:
+        if server_options.api_key is None and not ipaddress.ip_address(host).is_loopback:
             _note(f"warning: anyone who reaches {host} can use the model: set ${API_KEY}")
         _note(f"loading the weights of {name}")
         begun = time.monotonic()
@@ -271,20 +173,6 @@ def run(arguments: argparse.Namespace) -> int:
         )
         form = FORMATS.get(arguments.tool_format)
         served = Served(name, described["target"], engine.config, form)
-        server_options = ServerOptions(
-            api_key=api_key,
-            allowed_hosts=(arguments.host, *arguments.allowed_hosts),
-            cors_origins=arguments.cors_origins,
-            max_body_bytes=arguments.max_body_bytes,
-            body_s=arguments.body_s,
-            max_requests_per_client=arguments.max_requests_per_client,
-            stall_s=arguments.stall_s,
-        )
-        limits = Limits(
-            drain_s=arguments.drain_s,
-            keep_alive_s=arguments.keep_alive_s,
-            max_connections=arguments.max_connections,
-        )
         app = create_app(served, worker, server_options)
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         per_device = " on each device" if arguments.mesh else ""
@@ -294,7 +182,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"{engine.config.capacity:,} tokens in {served.target.dtype.name}, drafter "
             f"{drafter}; memory{per_device}: {memory.describe(rows)}"
         )
-        return serve(app, worker, bound, limits)
+        return serve(app, worker, bound, server_options)
 
 
 def _speculation(arguments: argparse.Namespace) -> tuple[Drafters | None, Trees | None]:
@@ -332,45 +220,27 @@ def engine_config(
     arguments: argparse.Namespace, target: Model, adaptive: bool
 ) -> magicjax.EngineConfig:
     """Returns the configuration of the engine that the options describe."""
-    limit = arguments.max_tokens  # the engine uses at most capacity - 1
+    features: Any = dict(grammars=True, logits_processors=True, logprobs=MAX_ALTERNATIVES)
+    limit = target.config.max_positions  # the engine uses at most capacity - 1
+    asked = {"max_tokens": limit} | options.given(arguments, magicjax.EngineConfig)
     return magicjax.EngineConfig(
-        slots=DEFAULTS.slots if arguments.slots is None else arguments.slots,
-        capacity=arguments.capacity,
-        max_tokens=target.config.max_positions if limit is None else limit,
-        sampling=not arguments.greedy,
-        verifier=arguments.verifier,
-        prefill_chunk=arguments.prefill_chunk,
-        rounds_per_step=arguments.rounds_per_step,
-        adaptive=adaptive,
-        max_stall_ms=arguments.max_stall_ms,
-        queue_limit=arguments.queue_limit,
-        prefix_bytes=arguments.prefix_bytes,
-        host_prefix_bytes=arguments.host_prefix_bytes,
-        grammars=True,
-        logits_processors=True,
-        logprobs=MAX_ALTERNATIVES,
-        backend=arguments.backend,
+        sampling=not arguments.greedy, adaptive=adaptive, **features, **asked
     )
 
 
-def _checked(arguments: argparse.Namespace) -> str | None:
-    """Returns the API key; raises ValueError for invalid options."""
-    if not 0 <= arguments.port < 2**16:
-        raise ValueError(f"port={arguments.port}: it must be between 0 and {2**16 - 1}")
-    for name in ("max_body_bytes", "keep_alive_s", "max_connections", "max_requests_per_client"):
-        check_whole(name, getattr(arguments, name), 1)
-    for name in ("body_s", "stall_s"):
-        if not 0 < (seconds := getattr(arguments, name)) < float("inf"):
-            raise ValueError(f"{name}={seconds:g}: it must be above 0 seconds")
-    if not 0 <= arguments.drain_s < float("inf"):
-        raise ValueError(f"drain_s={arguments.drain_s:g}: it must be 0 or more seconds")
-    for origin in arguments.cors_origins:
+def _server_options(arguments: argparse.Namespace) -> ServerOptions:
+    """Returns the options of the server; raises ValueError for invalid ones."""
+    check_number("port", arguments.port, ge=0, le=2**16 - 1)
+    made = ServerOptions(**options.given(arguments, ServerOptions))
+    for origin in made.cors_origins:
         if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
-            raise ValueError(
-                f"cors_origins={origin}: an origin has a scheme and no path, such as "
-                "https://app.example"
+            raise OptionError(
+                "{}: an origin has a scheme and no path, such as https://app.example",
+                "cors_origins",
+                origin,
             )
-    return _key(arguments)
+    hosts = (arguments.host, *made.allowed_hosts)
+    return dataclasses.replace(made, api_key=_key(arguments), allowed_hosts=hosts)
 
 
 def _key(arguments: argparse.Namespace) -> str | None:
@@ -381,7 +251,7 @@ def _key(arguments: argparse.Namespace) -> str | None:
     if file is not None:
         key = file.read_text().strip()
         if not key:
-            raise ValueError(f"api_key_file={file}: the file is empty")
+            raise OptionError("{}: the file is empty", "api_key_file", file)
     elif key is None:
         key = os.environ.get(API_KEY)
     if key is not None and not key.strip():

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from magicjax.checks import OptionError
 from magicjax.decoding.token_bytes import special_tokens
 from magicjax.grammars.grammar import Grammar
 from magicjax.model import Model
@@ -215,10 +216,11 @@ def thinking_budget(target: Model, prompt: Sequence[int], params: SamplingParams
     if backend is not None and END_THINK in chat_template(target.tokenizer):
         begin, end, end_of_call = map(backend.token_to_id, (THINK, END_THINK, call))
     if backend is None or begin is None or end is None:
-        raise ValueError(
-            f"thinking_token_budget={budget} requires a tokenizer with the tokens {THINK} and "
-            f"{END_THINK}, and a chat template that has {END_THINK}: omit it for the target "
-            f"{target.name!r}"
+        raise OptionError(
+            f"{{}} requires a tokenizer with the tokens {THINK} and {END_THINK}, and a chat "
+            f"template that has {END_THINK}: omit it for the target {target.name!r}",
+            "thinking_token_budget",
+            budget,
         )
     inside = _tail(backend, prompt).endswith(THINK)
     markers = begin, end, NO_TOKEN if end_of_call is None else end_of_call

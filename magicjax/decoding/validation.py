@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 import models
 from magicjax import placement
+from magicjax.checks import OptionError
 from magicjax.drafters import DRAW_METHODS, Drafter, Ensemble
 from magicjax.model import Model
 from magicjax.sampling_params import SamplingParams
@@ -171,9 +172,8 @@ def checked_limits(
     limits = np.zeros(len(rows), np.int64)
     for i, (row, each) in enumerate(zip(rows, params, strict=True)):
         if each.max_tokens == 0:
-            raise ValueError(
-                "max_tokens=0: it must be at least 1; only a request of magicjax.Engine can have 0"
-            )
+            hint = "only a request of magicjax.Engine can have 0"
+            raise OptionError(f"{{}}: it must be at least 1; {hint}", "max_tokens", 0)
         limits[i] = positions - len(row) if each.max_tokens is None else each.max_tokens
         if limits[i] < 1:
             raise ValueError(
@@ -258,9 +258,10 @@ def check_token_ids(target: Model, params: SamplingParams) -> None:
         ("stop_token_ids", params.stop_token_ids),
     ):
         if (ids := [*given]) and max(ids) >= vocab:
-            raise ValueError(
-                f"{name} has the token {max(ids)}, and the vocabulary has {vocab}: use tokens from "
-                f"0 to {vocab - 1}"
+            raise OptionError(
+                f"{{}} has the token {max(ids)}, and the vocabulary has {vocab}: use tokens from 0 "
+                f"to {vocab - 1}",
+                name,
             )
 
 
@@ -271,9 +272,11 @@ def bad_sequences(target: Model, params: SamplingParams) -> list[list[int]]:
       ValueError: the target has no tokenizer.
     """
     if params.bad_words and target.tokenizer is None:
-        raise ValueError(
-            f"bad_words={params.bad_words!r}: the target {target.name!r} has no tokenizer, which "
-            "bad_words need: load one with a tokenizer"
+        raise OptionError(
+            f"{{}}: the target {target.name!r} has no tokenizer, which bad words need: load one "
+            "with a tokenizer",
+            "bad_words",
+            params.bad_words,
         )
     found: dict[tuple[int, ...], None] = {}
     for word in params.bad_words:
@@ -289,9 +292,11 @@ def check_stop(target: Model, params: Sequence[SamplingParams]) -> None:
     if stop is None:
         return
     if target.tokenizer is None:
-        raise ValueError(
-            f"stop={stop!r}: the target {target.name!r} has no tokenizer, and stop strings "
-            "are searched for in the text; use stop_token_ids"
+        raise OptionError(
+            f"{{}}: the target {target.name!r} has no tokenizer, and stop strings are searched for "
+            "in the text; use stop_token_ids",
+            "stop",
+            stop,
         )
     check_detokenization(target)
 
@@ -313,9 +318,9 @@ def checked_logprobs(target: Model, params: Sequence[SamplingParams]) -> int | N
         asked = (getattr(each, name) for each in params)
         count = max((x for x in asked if x is not None), default=None)
         if count is not None and count > target.config.vocab_size:
-            raise ValueError(
-                f"{name}={count}: the vocabulary has {target.config.vocab_size} tokens: use at "
-                "most as many"
+            vocab = target.config.vocab_size
+            raise OptionError(
+                f"{{}}: it must be at most {vocab}, the vocabulary's size", name, count
             )
         return count
 

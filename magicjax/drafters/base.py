@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.kv_cache.model_stats import ModelStats
 from magicjax.model import Model
-from magicjax.options import check_types, options_of
+from magicjax.options import check_options, options_of
 from magicjax.settings import Settings, StatsSpec
 from magicjax.trees.proposal import Proposal
 from magicjax.trees.token_tree import Shape, Tree
@@ -89,7 +89,7 @@ class Drafter(abc.ABC):
 
     def __post_init__(self) -> None:
         """Raises TypeError if an option has a value of another type."""
-        check_types(self, options_of(type(self)).values())
+        check_options(self, options_of(type(self)).values())
 
     @abc.abstractmethod
     def check(self, target: Model, tree: Tree, depth: int, context: int) -> None:

@@ -1,7 +1,6 @@
 """Suffix lookup: drafts the frequent continuations of the newest tokens, in own and other texts."""
 
 import dataclasses
-import math
 import pathlib
 from typing import Any
 
@@ -11,7 +10,6 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from magicjax.checks import check_whole
 from magicjax.drafters import text_store
 from magicjax.drafters.text_lookup import TextLookup, match_lengths, newest_tokens
 from magicjax.drafters.text_store import NO_TOKEN
@@ -89,21 +87,19 @@ class SuffixLookup(TextLookup):
       TypeError: an option of another type.
     """
 
-    max_match: int = option(8, "most of the newest tokens to look for", positional=True)
-    store_tokens: int = option(65_536, "tokens of other texts that are kept; 0: none")
+    max_match: int = option(
+        8, "most of the newest tokens to look for", positional=True, ge=1, le=MAX_MATCH
+    )
+    store_tokens: int = option(65_536, "tokens of other texts that are kept; 0: none", ge=0)
     documents: str | None = option(None, "a text file that is looked up too; default: none")
-    max_factor: float = option(2.0, "depth of a node divided by the length of its match, at most")
-    min_score: float = option(0.1, "lowest estimated probability of a node")
+    max_factor: float = option(
+        2.0, "depth of a node divided by the length of its match, at most", gt=0
+    )
+    min_score: float = option(0.1, "lowest estimated probability of a node", ge=0, le=1)
     store: Int[Array, "M"] | None = struct.field(default=None, repr=False)
 
     def __post_init__(self):
         super().__post_init__()
-        check_whole("max_match", self.max_match, 1, MAX_MATCH)
-        check_whole("store_tokens", self.store_tokens, 0)
-        if not 0 < self.max_factor < math.inf:
-            raise ValueError(f"max_factor={self.max_factor}: it must be above 0, and finite")
-        if not 0 <= self.min_score <= 1:
-            raise ValueError(f"min_score={self.min_score}: it must be between 0 and 1")
         if self.documents is not None and not self.store_tokens:
             raise ValueError(f"documents={self.documents!r} with store_tokens=0: omit one of them")
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int
 
-from magicjax.checks import check_whole
+from magicjax.checks import check_number
 from magicjax.decoding import program_cache
 from magicjax.decoding.controller import PROBE_ROUNDS, Arm, Controller, Probes
 from magicjax.decoding.decoder import Clock, Decoder
@@ -199,7 +199,7 @@ class Engine:
           ValueError, TypeError: as `submit`; n below 1; a queue without room for all of them.
         """
         check_params(params)
-        check_whole("n", n, 1)
+        check_number("n", n, ge=1)
         self._scheduler.check_room(n)
         handles: list[Handle] = []
         for i in range(n):

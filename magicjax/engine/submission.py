@@ -1,17 +1,17 @@
 """Validation of a submitted request, on the host, before anything runs."""
 
-import math
 import time
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from magicjax.checks import check_real
+from magicjax.checks import OptionError, check_number
 from magicjax.decoding.prompts import token_ids
 from magicjax.decoding.reasoning import thinking_budget
 from magicjax.decoding.text import matcher_of
 from magicjax.decoding.validation import bad_sequences, check_params, check_stop, check_token_ids
+from magicjax.engine.config import EngineLimitError
 from magicjax.engine.request import EngineRequest
 from magicjax.engine.templates import Templates
 from magicjax.model import Model
@@ -33,13 +33,9 @@ def validated(
     """
     check_params(params)
     (tokens,) = token_ids(templates.row.target, [prompt])
-    for name, value in (("deadline_s", deadline_s), ("priority", priority)):
-        if value is not None or name == "priority":
-            check_real(name, value)
-    if deadline_s is not None and not deadline_s > 0:
-        raise ValueError(f"deadline_s={deadline_s}: it must be above 0 seconds from now")
-    if not math.isfinite(priority):
-        raise ValueError(f"priority={priority}: it must be finite")
+    check_number("priority", priority, float)
+    if deadline_s is not None:
+        check_number("deadline_s", deadline_s, float, gt=0)
     mesh = templates.row.settings.mesh
     if isinstance(mesh, Mesh) and mesh.is_multi_process:
         for name, value in (("deadline_s", deadline_s), ("priority", priority or None)):
@@ -69,27 +65,26 @@ def _check_bad_words(target: Model, params: SamplingParams) -> None:
     """Raises ValueError if the tokenizations of `bad_words` exceed an engine's limits."""
     sequences = bad_sequences(target, params)
     if len(sequences) > MAX_SEQUENCES or any(len(each) > MAX_SEQUENCE for each in sequences):
-        raise ValueError(
-            f"bad_words have {len(sequences)} tokenizations of at most "
-            f"{max(map(len, sequences))} tokens, and an engine excludes {MAX_SEQUENCES} of at most "
-            f"{MAX_SEQUENCE}: use fewer or shorter words"
+        raise OptionError(
+            f"{{}} have {len(sequences)} tokenizations of at most {max(map(len, sequences))} "
+            f"tokens: at most {MAX_SEQUENCES} of at most {MAX_SEQUENCE} are supported; use fewer "
+            "or shorter words",
+            "bad_words",
         )
 
 
 def _limit(templates: Templates, length: int, limit: int | None) -> int:
     """Returns the limit of new tokens of a prompt of `length` tokens."""
     capacity = templates.capacity
+    too_long = None
     if length > capacity or (length == capacity and limit != 0):
-        raise ValueError(
-            f"the prompt has {length} tokens, and capacity={capacity} leaves no room for new "
-            "ones: shorten the prompt, or create the engine with a larger capacity"
+        too_long = f"the capacity of {capacity} leaves no room for new ones: shorten the prompt"
+    elif length + (limit or 0) > capacity:
+        too_long = (
+            f"with {limit} new ones it exceeds the capacity of {capacity}: use at most "
+            f"{capacity - length} new tokens, shorten the prompt"
         )
-    if limit is None:
-        return min(templates.config.max_tokens, capacity - length)
-    if length + limit > capacity:
-        raise ValueError(
-            f"the prompt has {length} tokens, and with max_tokens={limit} it exceeds "
-            f"capacity={capacity}: use at most {capacity - length} new tokens, or None for as many "
-            "as fit, shorten the prompt, or create the engine with a larger capacity"
-        )
-    return limit
+    if too_long is not None:
+        message = f"the prompt has {length} tokens, and {too_long}"
+        raise EngineLimitError(message, "prompt", ..., "capacity", "a larger capacity")
+    return min(templates.config.max_tokens, capacity - length) if limit is None else limit

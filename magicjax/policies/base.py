@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from magicjax.kv_cache.model_stats import RecentQueries
 from magicjax.model import softcap_of
-from magicjax.options import check_types, fields_of
+from magicjax.options import check_options, fields_of
 from pallas_kernels import prefix_mass
 from sharding import Split, collectives
 
@@ -106,7 +106,7 @@ class Policy:
     reads_keys = False  # whether it computes with `evidence.keys`; with ALiBi they have positions
 
     def __post_init__(self):
-        check_types(self, fields_of(type(self)).values())
+        check_options(self, fields_of(type(self)).values())
         if self.recent is not None and self.recent < 1:
             raise ValueError(f"recent={self.recent}: the ring needs at least 1 slot")
 

@@ -25,8 +25,7 @@ from starlette.types import Receive, Scope, Send
 from magicjax.decoding.text import NewTokens, Result
 from magicjax.decoding.text_stream import TokenTexts, token_texts
 from magicjax.server import protocol, responses
-from magicjax.server.bodies import shown
-from magicjax.server.errors import ApiError, server_error
+from magicjax.server.errors import ApiError, server_error, shown
 from magicjax.server.metrics import Metrics
 from magicjax.server.middleware import AccessLog, ClientLimit, HostCheck
 from magicjax.server.options import ServerOptions

@@ -9,17 +9,19 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import pydantic
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from pydantic.fields import FieldInfo
 
+from magicjax.checks import TINY
 from magicjax.engine.config import MAX_STOP_TOKENS
-from magicjax.server.errors import ApiError
+from magicjax.options import options_of
+from magicjax.sampling_params import SamplingParams
+from magicjax.server.errors import SHOWN, ApiError, shown
 from magicjax.suggest import did_you_mean
 from magicjax.verification.logprobs import MAX_ALTERNATIVES
 
 MAX_N = 128
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256  # each piece of text is searched for all of them
-SHOWN = 60  # characters of a wrong value in an error
 
 # Fields that do not change the text.
 WITHOUT_EFFECT = frozenset(
@@ -53,6 +55,9 @@ MAX_TOOLS = 128
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+TopK = Annotated[int, Field(ge=-1, lt=2**31), AfterValidator(lambda k: max(k, 0))]
+TopP = Annotated[float, Field(ge=0, le=1), AfterValidator(lambda p: max(p, TINY))]  # 0: the top
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63), AfterValidator(lambda seed: seed % 2**32)]
 _Fast = pydantic.FailFast()  # one error of a long list is enough
 _MISSING = object()
 
@@ -92,21 +97,28 @@ class ResponseFormat(_Object):
         return self
 
 
+# Parameters of a text that are fields of both APIs with the same values; others are below.
+PARAMETERS = {
+    name: known
+    for name, known in options_of(SamplingParams).items()
+    if known.checkable and name not in ("max_tokens", "logprobs", "prompt_logprobs")
+}
+_fields: Any = {
+    name: (known.annotation | None, Field(None, description=known.values, **known.limits))
+    for name, known in PARAMETERS.items()
+}
+_Parameters: Any = pydantic.create_model("_Parameters", __base__=_Object, **_fields)
 _PENALTY = "a number from -2 to 2"
 
 
-class _Body(_Object):
+class _Body(_Parameters):
     """The fields of both APIs."""
 
     model: str | None = Field(None, description="the name that /v1/models lists")
-    n: int | None = Field(None, ge=1, le=MAX_N, description=f"a whole number from 1 to {MAX_N}")
-    temperature: float | None = Field(None, ge=0, description="a number, 0 or more")
-    top_p: float | None = Field(None, ge=0, le=1, description="a number from 0 to 1")
-    top_k: int | None = Field(
-        None, ge=-1, lt=2**31, description="a whole number; 0 or -1 for all tokens"
-    )
-    min_p: float | None = Field(None, ge=0, le=1, description="a number from 0 to 1")
-    repetition_penalty: float | None = Field(None, gt=0, description="a number above 0")
+    n: int | None = Field(None, ge=1, le=MAX_N, description=f"an integer from 1 to {MAX_N}")
+    temperature: float | None = Field(None, ge=0, description="a number of at least 0")
+    top_p: TopP | None = Field(None, description="a number from 0 to 1")
+    top_k: TopK | None = Field(None, description="an integer; 0 or -1 for all tokens")
     frequency_penalty: float | None = Field(None, description=_PENALTY, ge=-2, le=2)
     presence_penalty: float | None = Field(None, description=_PENALTY, ge=-2, le=2)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
@@ -120,13 +132,7 @@ class _Body(_Object):
         description=f"a list of at most {MAX_STOPS} strings of 1 to {MAX_STOP_CHARACTERS} "
         "characters",
     )
-    min_tokens: int | None = Field(None, ge=0, lt=2**31, description="a whole number, 0 or more")
-    thinking_token_budget: int | None = Field(
-        None, ge=0, lt=2**31, description="a whole number, 0 or more"
-    )
-    seed: int | None = Field(
-        None, ge=-(2**63), lt=2**63, description="a whole number in the range of int64"
-    )
+    seed: Seed | None = Field(None, description="an integer in the range of int64")
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS), _Fast] | None = (
         Field(
             None,
@@ -137,9 +143,7 @@ class _Body(_Object):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS), _Fast] | None = (
         Field(None, description=f"a list of at most {MAX_STOP_TOKENS} token ids")
     )
-    max_tokens: int | None = Field(None, ge=0, description="a whole number, 0 or more")
-    ignore_eos: bool | None = Field(None, description="true or false")
-    speculative: bool | None = Field(None, description="true or false")
+    max_tokens: int | None = Field(None, ge=0, description="an integer of at least 0")
     stream: bool | None = Field(None, description="true or false")
     stream_options: StreamOptions | None = Field(
         None, description='an object such as {"include_usage": true}'
@@ -165,7 +169,7 @@ class CompletionBody(_Body):
         None,
         ge=0,
         le=MAX_ALTERNATIVES,
-        description=f"a whole number from 0 to {MAX_ALTERNATIVES}",
+        description=f"an integer from 0 to {MAX_ALTERNATIVES}",
     )
 
     echo: bool | None = Field(None, description="true or false")
@@ -206,7 +210,7 @@ class CalledFunction(_Object):
 
 class ToolCall(_Object):
     index: int | None = Field(  # of a chunk of a stream, which clients send back
-        None, description="a whole number"
+        None, description="an integer"
     )
     id: str = Field(description="a text")
     type: Literal["function"] = Field(description="function")
@@ -254,7 +258,7 @@ class ChatBody(_Body):
         description='auto, none, required, or {"type": "function", "function": {"name": ...}}',
     )
     parallel_tool_calls: bool | None = Field(None, description="true or false")
-    max_completion_tokens: int | None = Field(None, ge=1, description="a whole number, 1 or more")
+    max_completion_tokens: int | None = Field(None, ge=1, description="an integer of at least 1")
     chat_template_kwargs: dict[str, Any] | None = Field(  # vLLM's
         None, description="an object of variables of the chat template"
     )
@@ -266,7 +270,7 @@ class ChatBody(_Body):
         None,
         ge=0,
         le=MAX_ALTERNATIVES,
-        description=f"a whole number from 0 to {MAX_ALTERNATIVES}",
+        description=f"an integer from 0 to {MAX_ALTERNATIVES}",
     )
 
 
@@ -374,9 +378,3 @@ def _fields_of(kind: Any) -> dict[str, FieldInfo]:
         return {field.alias or name: field for name, field in kind.model_fields.items()}
     inner = map(_fields_of, typing.get_args(kind))
     return {name: field for fields in inner for name, field in fields.items()}
-
-
-def shown(value: Any) -> str:
-    """Returns a wrong value for an error, cut if it is long."""
-    text = repr(value)
-    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."

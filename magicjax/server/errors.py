@@ -1,20 +1,19 @@
 """Errors in the shape of OpenAI's API."""
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
+from magicjax.checks import OptionError
+from magicjax.engine.config import EngineLimitError
 from magicjax.engine.scheduler import QueueFullError
 
-# Errors of the engine name its Python arguments; clients of the server know its options.
-OPTIONS = {
-    r"create the engine with sampling=True": "start the server without --greedy",
-    r"create the engine with a larger capacity": "start the server with a larger --capacity",
-    r"\bcapacity=": "--capacity ",
-    r"the limit of the engine, or None for": "the limit of the server (--max-tokens); omit it for",
-    r"or None for as many": "omit the limit for as many",
-    r"\b(an|the) engine\b": "the server",
+# How to start a server whose engine has another configuration.
+REMEDIES = {
+    "sampling": "without --greedy",
+    "capacity": "with a larger --capacity",
+    "max_tokens": "with a larger --max-tokens",
 }
+SHOWN = 60  # characters of a wrong value in an error
 RETRY_AFTER_S = 1  # a slot is free when the shortest request ends; clients back off further
 
 
@@ -72,14 +71,18 @@ def refused(error: Exception, fields: Mapping[str, str]) -> ApiError:
         return too_many_requests("the queue is full: try again later", "queue_full")
     if not isinstance(error, ValueError | TypeError):
         return server_error(f"the request failed: {type(error).__name__}")
-    message = str(error)
-    for parameter, field in fields.items():
-        message = re.sub(rf"\b{parameter}=", f"{field}=", message, count=1)
-    named = re.match(
-        r"(?:the )?(\w+)(?:=| has the token | with a grammar | has \d+ tokens,)", message
-    )
-    param = named and fields.get(named[1], named[1])
-    code = "context_length_exceeded" if "capacity=" in message else None
-    for pattern, words in OPTIONS.items():
-        message = re.sub(pattern, words, message)
+    if not isinstance(error, OptionError):
+        return ApiError(400, str(error))
+    param, code = fields.get(error.field, error.field), None
+    message = error.naming(param if error.value is ... else f"{param}={shown(error.value)}")
+    if isinstance(error, EngineLimitError):
+        if remedy := REMEDIES.get(error.config):
+            message = f"{message}, or start the server {remedy}"
+        code = "context_length_exceeded" if error.config == "capacity" else None
     return ApiError(400, message, param=param, code=code)
+
+
+def shown(value: Any) -> str:
+    """Returns a wrong value for an error, cut if it is long."""
+    text = repr(value)
+    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."

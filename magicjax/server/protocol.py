@@ -20,7 +20,8 @@ from magicjax.decoding.text_stream import TextStream
 from magicjax.engine.config import EngineConfig
 from magicjax.grammars.grammar import Grammar
 from magicjax.model import Model
-from magicjax.sampling_params import TINY, SamplingParams
+from magicjax.options import options_of
+from magicjax.sampling_params import UNCONSTRAINED, SamplingParams
 from magicjax.server import bodies, tool_calls
 from magicjax.server.bodies import ChatBody, CompletionBody
 from magicjax.server.errors import ApiError, refused
@@ -28,8 +29,6 @@ from magicjax.server.tool_calls import Format, Tools
 
 EFFORT = "reasoning_effort"
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens in /v1/completions
-# Fields that no grammar can have, so calls of tools that need not follow are not constrained.
-UNCONSTRAINED = ("allowed_token_ids", "bad_words", "min_tokens", "ignore_eos")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -296,30 +295,19 @@ def _params(
     grammar = _grammar(body, config)
     if tools is not None:
         grammar = _grammar_of_tools(tools, grammar, body, config)
+    given: dict[str, Any] = {name: getattr(body, name, None) for name in options_of(SamplingParams)}
+    given = {name: value for name, value in given.items() if value is not None}
+    given |= {
+        "temperature": _temperature(body, config),
+        "logit_bias": _bias(body.logit_bias or {}),
+        "seed": secrets.randbits(32) if body.seed is None else body.seed,
+        "max_tokens": limit,
+        "grammar": grammar,
+        "logprobs": logprobs,
+        "prompt_logprobs": prompt_logprobs,
+    }
     try:
-        params = SamplingParams(
-            temperature=_temperature(body, config),
-            top_k=max(0, body.top_k or 0),  # -1 is 0
-            top_p=1.0 if body.top_p is None else max(body.top_p, TINY),  # 0: the most likely token
-            min_p=body.min_p or 0.0,
-            repetition_penalty=body.repetition_penalty or 1.0,
-            frequency_penalty=body.frequency_penalty or 0.0,
-            presence_penalty=body.presence_penalty or 0.0,
-            logit_bias=_bias(body.logit_bias or {}),
-            allowed_token_ids=body.allowed_token_ids,
-            bad_words=body.bad_words or (),
-            min_tokens=body.min_tokens or 0,
-            ignore_eos=bool(body.ignore_eos),
-            thinking_token_budget=body.thinking_token_budget,
-            speculative=body.speculative is not False,
-            seed=secrets.randbits(32) if body.seed is None else body.seed % 2**32,
-            max_tokens=limit,
-            stop=body.stop or (),
-            stop_token_ids=body.stop_token_ids or (),
-            grammar=grammar,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-        )
+        params = SamplingParams(**given)
         config.check_params(params)
     except (ValueError, TypeError) as error:
         raise refused(error, fields) from error
@@ -362,6 +350,7 @@ def _grammar_of_tools(
     config: EngineConfig,
 ) -> Grammar | None:
     """Returns the grammar of texts that may call tools; None: it is not supported or required."""
+    # No grammar can have these, so calls of tools that need not follow are not constrained.
     excluded = next((name for name in UNCONSTRAINED if getattr(body, name)), None)
     must_match = tools.must_match or content is not None
     if must_match:

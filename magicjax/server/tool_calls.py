@@ -16,8 +16,8 @@ from pydantic_core import from_json
 from magicjax.decoding.prompts import reads_variable
 from magicjax.decoding.reasoning import chat_template, overlap
 from magicjax.grammars.grammar import Grammar, inline, of_rules, terminal
-from magicjax.server.bodies import ChatBody, Function, Message, NamedTool, shown
-from magicjax.server.errors import ApiError
+from magicjax.server.bodies import ChatBody, Function, Message, NamedTool
+from magicjax.server.errors import ApiError, shown
 
 IGNORED = (
     "tools: the chat template ignores them: use a model whose template has tools, or start the "

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from magicjax.checks import check_whole
+from magicjax.checks import check_number
 from magicjax.suggest import did_you_mean
 
 MAX_NODES = 256
@@ -218,13 +218,12 @@ class DynamicTree:
     min_prob: float = 0.0
 
     def __post_init__(self):
-        if not isinstance(self.min_prob, int | float):
-            raise TypeError(f"min_prob={self.min_prob!r}: it must be a number")
+        check_number("min_prob", self.min_prob, float)
         object.__setattr__(self, "min_prob", float(self.min_prob))
         if not 0 <= self.min_prob < 1:
             raise ValueError(f"min_prob={self.min_prob}: it must be at least 0 and below 1")
         for name, least in (("nodes", 2), ("depth", 1), ("width", 1)):
-            check_whole(name, getattr(self, name), least)
+            check_number(name, getattr(self, name), ge=least)
             object.__setattr__(self, name, int(getattr(self, name)))
         if self.nodes > MAX_NODES:
             raise ValueError(f"nodes={self.nodes}: at most {MAX_NODES} are supported")
@@ -270,9 +269,9 @@ def chain(length: int) -> TokenTree:
     """Returns a chain of `length` drafted tokens: length + 1 nodes.
 
     Raises:
-      ValueError, TypeError: the length is not a whole number, or below 1.
+      ValueError, TypeError: the length is not an integer, or below 1.
     """
-    check_whole("length", length, 1, hint="chain(4) has 4 drafted tokens")
+    check_number("length", length, ge=1, hint="chain(4) has 4 drafted tokens")
     return TokenTree(tuple(range(NO_NODE, length)))
 
 
@@ -293,7 +292,7 @@ def expansion(branches: Sequence[int]) -> TokenTree:
     """
     branches = tuple(branches)
     for count in branches:
-        check_whole("branches", count, 1, hint="expansion((2, 2, 1)) has 3 depths")
+        check_number("branches", count, ge=1, hint="expansion((2, 2, 1)) has 3 depths")
     if not branches:
         raise ValueError(f"expansion{branches}: give at least one depth")
     parents, level = [NO_NODE], [0]

@@ -274,7 +274,7 @@ REFUSED = {
         "--max-context 4: it must be at le",
     ),
     "no count": (["--max-tokens", "4x"], "'4x' is not a number of tokens: use 8192 or 8k"),
-    "no new tokens": (["--max-tokens", "0"], "--max-tokens 0: it must be at least 1"),
+    "no new tokens": (["--max-tokens", "0"], "--max-tokens 0: it must be an integer of at least 1"),
     "a tree alone": (
         ["--tree", "chain:2", "--drafter", "none"],
         "--tree has no effect with --drafter none: remove it",

@@ -45,11 +45,11 @@ REFUSED = {
     ),
     "no tokens": (
         ["--target", "DIR", "--prompt", "a", "--max-tokens", "0"],
-        "magicjax: --max-tokens 0: it must be at least 1",
+        "magicjax: --max-tokens 0: it must be an integer of at least 1",
     ),
     "a negative stop token": (
         ["--target", "DIR", "--prompt", "a", "--stop-token-id", "-1"],
-        "a token of --stop-token-id -1: it must be at least 0",
+        "a token of --stop-token-id -1: it must be an integer of at least 0",
     ),
     "a biased token outside the vocabulary": (
         ["--target", "DIR", "--prompt", "a", "--logit-bias", "99999999=1"],

@@ -215,12 +215,12 @@ REFUSED = {
     "more alternatives than tokens": (
         dict(target=short_model(vocab_size=8), params=magicjax.SamplingParams(logprobs=9)),
         ValueError,
-        "logprobs=9: the vocabulary has 8 tokens",
+        "logprobs=9: it must be at most 8, the vocabulary",
     ),
     "more alternatives of the prompt than tokens": (
         dict(target=short_model(vocab_size=8), params=magicjax.SamplingParams(prompt_logprobs=9)),
         ValueError,
-        "prompt_logprobs=9: the vocabulary has 8 tokens",
+        "prompt_logprobs=9: it must be at most 8, the vocabulary",
     ),
     # verifiers
     "unknown verifier": (
@@ -468,15 +468,21 @@ def test_other_invalid_arguments_are_errors(options, message):
         (lambda: magicjax.StreamingLLM(recent=8), "recent=8: the ring of a streaming cache is the"),
         (lambda: magicjax.Ensemble([ENSEMBLE]), "an ensemble within an ensemble: list all"),
         (lambda: magicjax.Ensemble([budget(12)], [ROOT] * 2), "2 trees for 1 drafters: give one"),
-        (lambda: magicjax.DynamicTree(1, 2, 2), "nodes=1: it must be at least 2"),
+        (lambda: magicjax.DynamicTree(1, 2, 2), "nodes=1: it must be an integer of at least 2"),
         (lambda: magicjax.DynamicTree(300, 9, 9), "nodes=300: at most 256 are supported"),
         (lambda: magicjax.load("opt-125"), r"did you mean 'opt-125m'\?"),
         (lambda: magicjax.Ensemble([]), "an ensemble of 0 drafters: give 1 to 64"),
         (lambda: magicjax.PromptLookup(min_ngram=0), "min_ngram=0 and max_ngram=4: .* at least 1"),
-        (lambda: magicjax.SuffixLookup(15), "max_match=15: it must be at most 14"),
-        (lambda: magicjax.SuffixLookup(store_tokens=-1), "store_tokens=-1: it must be at least 0"),
-        (lambda: magicjax.SuffixLookup(max_factor=0), "max_factor=0: it must be above 0, and fin"),
-        (lambda: magicjax.SuffixLookup(min_score=2), "min_score=2: it must be between 0 and 1"),
+        (lambda: magicjax.SuffixLookup(15), "max_match=15: it must be an integer from 1 to 14"),
+        (
+            lambda: magicjax.SuffixLookup(store_tokens=-1),
+            "store_tokens=-1: it must be an integer of at least 0",
+        ),
+        (lambda: magicjax.SuffixLookup(max_factor=0), "max_factor=0: it must be a number above 0"),
+        (
+            lambda: magicjax.SuffixLookup(min_score=2),
+            "min_score=2: it must be a number from 0 to 1",
+        ),
         (
             lambda: magicjax.SuffixLookup(documents="a.txt", store_tokens=0),
             "documents='a.txt' with store_tokens=0: omit one of them",

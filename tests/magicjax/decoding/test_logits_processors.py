@@ -180,15 +180,15 @@ def test_log_probabilities_are_those_of_processed_logits():
 
 
 WRONG = {
-    "min_p": (dict(min_p=1.5, temperature=1.0), "min_p=1.5: it must be from 0"),
-    "repetition": (dict(repetition_penalty=0), "repetition_penalty=0: it must be above 0"),
-    "infinite": (dict(presence_penalty=float("inf")), "presence_penalty=inf: it must be finite"),
-    "bias": (dict(logit_bias={3: float("nan")}), "logit_bias.3.=nan: it must be finite"),
+    "min_p": (dict(min_p=1.5, temperature=1.0), "min_p=1.5: it must be a number from 0 to 1"),
+    "repetition": (dict(repetition_penalty=0), "repetition_penalty=0: it must be a number above 0"),
+    "infinite": (dict(presence_penalty=float("inf")), "presence_penalty=inf: its magnitude"),
+    "bias": (dict(logit_bias={3: float("nan")}), "bias of 3 in logit_bias=nan: its magnitude"),
     "no token": (dict(allowed_token_ids=()), "allowed_token_ids is empty"),
     "pairs": (dict(logit_bias=[(3, 1.0), (3, 2.0)]), "logit_bias has token 3 2 times: pass one"),
-    "token": (dict(logit_bias={-1: 2.0}), "a token of logit_bias=-1: it must be at least 0"),
+    "token": (dict(logit_bias={-1: 2.0}), "a token of logit_bias=-1: it must be an integer of at"),
     "word": (dict(bad_words=("",)), "bad_words='': a string must have at least 1 character"),
-    "longer": (dict(min_tokens=9, max_tokens=8), "min_tokens=9 exceeds max_tokens=8"),
+    "longer": (dict(min_tokens=9, max_tokens=8), "min_tokens=9 exceeds the limit of 8 new tokens"),
     "EOS and a grammar": (
         dict(ignore_eos=True, grammar=magicjax.Grammar.regex("a+")),
         "ignore_eos with a grammar may leave no token",
@@ -217,14 +217,14 @@ def test_what_a_target_or_an_engine_lacks_is_refused():
 
     refused("logit_bias has the token 99, and the vocabulary has", dict(logit_bias={99: 1.0}))
     refused("stop_token_ids has the token 99, and the vocabul", dict(stop_token_ids=[99]))
-    refused("has no tokenizer, which bad_words need", dict(bad_words="a"))
+    refused("has no tokenizer, which bad words need", dict(bad_words="a"))
     config = magicjax.EngineConfig(slots=1, capacity=64)
     engine = magicjax.Engine(spelled.target(), config=config)
     refused("create the engine with logits_processors=True", dict(min_tokens=2), engine)
     config = dataclasses.replace(config, logits_processors=True)
     engine = magicjax.Engine(spelled.target(), config=config)
-    refused("an engine excludes 64 of at most 8", dict(bad_words="abcdefghijk"), engine)
+    refused("at most 64 of at most 8 are supported", dict(bad_words="abcdefghijk"), engine)
     refused("allowed_token_ids has the token 99", dict(allowed_token_ids=[99]), engine)
     refused("stop_token_ids has the token 99", dict(stop_token_ids=[99]), engine)
     many = dict(stop_token_ids=range(17))
-    refused("stop_token_ids has 17 tokens: an engine supports at most 16", many, engine)
+    refused("stop_token_ids has 17 tokens: at most 16 are supported", many, engine)

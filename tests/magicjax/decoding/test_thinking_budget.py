@@ -190,7 +190,11 @@ def test_what_has_no_budget_is_refused():
     with pytest.raises(ValueError, match=message):
         magicjax.Engine(spelled.target(), config=config).submit([1, 2], wanted)
     config = dataclasses.replace(config, logits_processors=False)
-    with pytest.raises(ValueError, match="thinking_token_budget in an engine without them"):
+    with pytest.raises(
+        ValueError, match="thinking_token_budget is not supported: omit it, or create"
+    ):
         magicjax.Engine(TARGET(), config=config).submit([1, 2], wanted)
-    with pytest.raises(ValueError, match="thinking_token_budget=-1: it must be at least 0"):
+    with pytest.raises(
+        ValueError, match="thinking_token_budget=-1: it must be an integer of at least 0"
+    ):
         SamplingParams(thinking_token_budget=-1)

@@ -179,7 +179,10 @@ def test_prefixes_in_host_memory_return_to_all_devices(case, mesh, eight):
 
 REFUSED = {
     "too few": (dict(host_prefix_bytes=5), "host_prefix_bytes=5: the longest prefix has"),
-    "negative": (dict(host_prefix_bytes=-1), "host_prefix_bytes=-1: it must be at least 0"),
+    "negative": (
+        dict(host_prefix_bytes=-1),
+        "host_prefix_bytes=-1: it must be an integer of at least 0",
+    ),
     "no store": (
         dict(host_prefix_bytes=AMPLE, prefix_bytes=0),
         "host_prefix_bytes=1000000000 has no effect without prefixes on the device",

@@ -87,7 +87,7 @@ def test_a_prompt_without_new_tokens_may_fill_the_capacity(name):
         assert result.finish_reason == "length" and result.stats.ttft_s is None
     np.testing.assert_array_equal(other.result().tokens, engines.expected(0))
     assert engine.stats.prefix_hits
-    with pytest.raises(ValueError, match=f"has {len(longest) + 1} tokens, and capacity="):
+    with pytest.raises(ValueError, match=f"has {len(longest) + 1} tokens, and the capacity of "):
         engine.submit(np.append(longest, 1), alone)
 
 
@@ -100,12 +100,8 @@ def test_a_request_without_tokens_has_no_log_probabilities():
 @pytest.mark.parametrize(
     ("limit", "count", "message"),
     [
-        (
-            None,
-            0,
-            "logprobs=0: the engine returns no log-probabilities; omit it, or create",
-        ),
-        (2, 3, "logprobs=3: the engine returns at most 2; request fewer, or create .* logprobs=3"),
+        (None, 0, "logprobs=0: it is not supported; omit it, or create .* with logprobs=0"),
+        (2, 3, "logprobs=3: it must be at most 2; reduce it, or create .* with logprobs=3"),
     ],
 )
 def test_more_than_those_of_the_engine_are_an_error_at_submit(limit, count, message):

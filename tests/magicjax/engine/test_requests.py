@@ -194,13 +194,17 @@ class Counting(Drafter):
 
 
 INVALID_CONFIGS = {
-    "slots": (dict(slots=0), ValueError, "slots=0: it must be at least 1"),
-    "a text as slots": (dict(slots="2"), TypeError, "slots='2': it must be a whole number"),
-    "no capacity": (dict(capacity=1), ValueError, "capacity=1: it must be at least 2"),
-    "grammars": (dict(grammars=1), TypeError, "grammars=1: it must be True or False"),
-    "logprobs": (dict(logprobs=21), ValueError, "logprobs=21: it must be at most 20"),
+    "slots": (dict(slots=0), ValueError, "slots=0: it must be an integer from 1 to 65536"),
+    "a text as slots": (dict(slots="2"), TypeError, "slots='2': it must be an integer"),
+    "no capacity": (
+        dict(capacity=1),
+        ValueError,
+        "capacity=1: it must be an integer of at least 2",
+    ),
+    "grammars": (dict(grammars=1), TypeError, "grammars=1: it must be true or false"),
+    "logprobs": (dict(logprobs=21), ValueError, "logprobs=21: it must be an integer from 0 to 20"),
     "vLLM's capacity": (dict(max_model_len=64), TypeError, r"EngineConfig: use capacity=\.\.\.$"),
-    "a number as a flag": (dict(sampling=1), TypeError, "sampling=1: it must be True or False"),
+    "a number as a flag": (dict(sampling=1), TypeError, "sampling=1: it must be true or false"),
 }
 
 
@@ -245,20 +249,20 @@ INVALID_REQUESTS = {
     "no tokens": ([], {}, "prompt 0 is empty"),
     "a token": ([tiny.VOCAB], {}, "outside the target's vocabulary"),
     "a text": ("text", {}, "has no tokenizer"),
-    "a long prompt": ([1] * 64, {}, "the prompt has 64 tokens, and capacity=64 leaves no room"),
+    "a long prompt": ([1] * 64, {}, "the prompt has 64 tokens, and the capacity of 64 leaves no"),
     "a long text": (
         [1] * 60,
         dict(params=SamplingParams(max_tokens=5)),
         "use at most 4 new tokens",
     ),
     "a limit": ([1], dict(params=SamplingParams(max_tokens=25)), "max_tokens=25: .* at most 24"),
-    "a deadline": ([1], dict(deadline_s=0), "deadline_s=0: it must be above 0"),
+    "a deadline": ([1], dict(deadline_s=0), "deadline_s=0: it must be a number above 0"),
     "no tokenizer": (
         [1],
         dict(params=SamplingParams(stop="a", max_tokens=4)),
         "stop='a': the target 'target' has no tokenizer",
     ),
-    "a priority": ([1], dict(priority=float("nan")), "priority=nan: it must be finite"),
+    "a priority": ([1], dict(priority=float("nan")), "priority=nan: its magnitude must be"),
     "a text as priority": ([1], dict(priority="high"), "priority='high': it must be a number"),
     "a text as deadline": ([1], dict(deadline_s="1"), "deadline_s='1': it must be a number"),
     "a list of texts": (["a"], {}, "prompt 0 is a list of texts: pass each text as one prompt"),

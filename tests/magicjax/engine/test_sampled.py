@@ -77,14 +77,14 @@ def test_the_same_seed_gives_the_same_text_alone_and_in_company(name):
 
 def test_sampled_requests_are_errors_in_a_greedy_engine():
     engine = engines.engine()
-    with pytest.raises(ValueError, match="temperature=0.5: the engine decodes greedily; use tem"):
+    with pytest.raises(ValueError, match="temperature=0.5: decoding is greedy; use tem"):
         engine.submit([1, 2], SamplingParams(temperature=0.5))
     assert not engine.unfinished
 
 
 SAMPLED = SamplingParams(temperature=1, max_tokens=NEW)
 INVALID_SAMPLES = {
-    "none": (0, SAMPLED, "n=0: it must be at least 1"),
+    "none": (0, SAMPLED, "n=0: it must be an integer of at least 1"),
     "the queue": (4, SAMPLED, "the queue has 0 requests, and with 4 more .* queue_limit=3"),
 }
 
@@ -102,7 +102,7 @@ def test_samples_may_be_greedy_and_types_are_checked():
     engine = engines.engine()
     for handle in engine.submit_samples(engines.prompts()[0], 2):
         np.testing.assert_array_equal(handle.result().tokens, engines.expected(0))
-    with pytest.raises(TypeError, match="n=2.0: it must be a whole number"):
+    with pytest.raises(TypeError, match="n=2.0: it must be an integer"):
         engine.submit_samples([1, 2], 2.0)
     with pytest.raises(TypeError, match="params has type dict: pass magicjax.SamplingParams"):
         engine.submit([1, 2], dict(temperature=0.5))

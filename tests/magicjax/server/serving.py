@@ -13,16 +13,15 @@ import magicjax
 from magicjax.server.app import create_app
 from magicjax.server.options import ServerOptions
 from magicjax.server.protocol import Served
-from magicjax.server.run import Limits, Server, bind
+from magicjax.server.run import Server, bind
 from magicjax.server.worker import Worker
 
 NAME = "tiny"
 NEW = 24
 SLOTS, QUEUE = 3, 4
 SECONDS = 60  # until something that is certain to happen has happened
-OPTIONS: dict = dict(api_key=None, allowed_hosts=(), cors_origins=(), max_body_bytes=2**20)
-OPTIONS |= dict(body_s=SECONDS, max_requests_per_client=100, stall_s=SECONDS)
-LIMITS = Limits(drain_s=5.0, keep_alive_s=SECONDS, max_connections=100)
+OPTIONS = dict(max_body_bytes=2**20, body_s=SECONDS, max_requests_per_client=100, stall_s=SECONDS)
+OPTIONS |= dict(drain_s=5.0, keep_alive_s=SECONDS, max_connections=100)
 TEMPLATE = (
     "{% for m in messages %}"
     "{% if m.role == 'assistant' and loop.first %}{{ raise_exception('who asked?') }}{% endif %}"
@@ -71,11 +70,12 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(engine: magicjax.Engine, limits: Limits = LIMITS, **options) -> Iterator[Running]:
+def running(engine: magicjax.Engine, **options) -> Iterator[Running]:
     """Runs a server of an engine; ends it, and the engine's requests."""
     served, worker = Served(NAME, engine._templates.row.target, engine.config), Worker(engine)
-    app = create_app(served, worker, ServerOptions(**OPTIONS | options))
-    server = Server(app, worker, limits)
+    server_options = ServerOptions(**OPTIONS | options)
+    app = create_app(served, worker, server_options)
+    server = Server(app, worker, server_options)
     with bind("127.0.0.1", 0) as bound:
         thread = threading.Thread(target=server.run, args=([bound],))
         thread.start()

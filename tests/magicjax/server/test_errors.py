@@ -34,18 +34,14 @@ def prompt_and_new_tokens() -> None:
     ("fail", "text"),
     [
         (sample, "use temperature=0, or start the server without --greedy"),
-        (
-            new_tokens,
-            "max_tokens=33: it must be at most 32, the limit of the server (--max-tokens);",
-        ),
-        (new_tokens, "omit it for as many as fit"),
+        (new_tokens, "max_tokens=33: it must be at most 32; reduce it, or start the server with a"),
         (
             prompt,
-            "--capacity 64 leaves no room for new ones: shorten the prompt, or start the server",
+            "the capacity of 64 leaves no room for new ones: shorten the prompt, or start the serv",
         ),
         (
             prompt_and_new_tokens,
-            "exceeds --capacity 64: use at most 4 new tokens, omit the limit for",
+            "exceeds the capacity of 64: use at most 4 new tokens, shorten the prompt, or start",
         ),
         (prompt_and_new_tokens, "or start the server with a larger --capacity"),
     ],

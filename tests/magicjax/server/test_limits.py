@@ -1,6 +1,5 @@
 """Keys, limits, full queues, clients that disconnect, draining, and a device that fails."""
 
-import dataclasses
 import http.client
 import json
 import socket
@@ -30,10 +29,6 @@ def engine(directory):
 def server(engine):
     with running(engine, max_body_bytes=MAX_BYTES) as made:
         yield made
-
-
-def limits(**options) -> serving.Limits:
-    return dataclasses.replace(serving.LIMITS, **options)
 
 
 def connect(server) -> socket.socket:
@@ -122,13 +117,13 @@ def test_a_body_that_does_not_arrive_is_refused(engine):
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\n"])
 def test_connections_without_a_request_are_closed(engine, sent):
-    with running(engine, limits(keep_alive_s=1)) as server, connect(server) as client:
+    with running(engine, keep_alive_s=1) as server, connect(server) as client:
         client.sendall(sent)
         assert client.recv(100) == b""
 
 
 def test_a_connection_is_kept_for_later_requests(engine):
-    with running(engine, limits(keep_alive_s=1)) as server:
+    with running(engine, keep_alive_s=1) as server:
         client = http.client.HTTPConnection(server.url.removeprefix("http://"))
         headers = {"Content-Type": "application/json"}
         with paused(server.worker):
@@ -141,7 +136,7 @@ def test_a_connection_is_kept_for_later_requests(engine):
 
 
 def test_connections_are_limited(engine):
-    with running(engine, limits(max_connections=1)) as server:
+    with running(engine, max_connections=1) as server:
         assert httpx.get(f"{server.url}/health").status_code == 200
         until(lambda: not server.server.server_state.connections)
         with connect(server):
@@ -232,7 +227,7 @@ def test_a_reader_that_is_slow_stops_nobody(server):
 
 
 def test_draining_ends_with_the_running_requests(engine):
-    with running(engine, limits(drain_s=serving.SECONDS)) as server, slow(engine):
+    with running(engine, drain_s=serving.SECONDS) as server, slow(engine):
         body = LONG | {"max_tokens": 32}
         stream = server.client().completions.create(model=NAME, stream=True, **body)
         first = next(stream).choices[0].text
@@ -251,7 +246,7 @@ def test_draining_ends_with_the_running_requests(engine):
 
 def test_draining_cancels_what_takes_too_long(engine):
     with (
-        running(engine, limits(drain_s=0.1)) as server,
+        running(engine, drain_s=0.1) as server,
         slow(engine, 0.2),
         ThreadPoolExecutor(1) as pool,
     ):

@@ -132,10 +132,10 @@ def test_a_tree_prints_as_a_diagram():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: magicjax.chain(0), "length=0: it must be at least 1"),
-        (lambda: magicjax.chain("4"), "length='4': it must be a whole number"),
-        (lambda: magicjax.chain(True), "length=True: it must be a whole number"),
-        (lambda: magicjax.expansion(("2",)), "branches='2': it must be a whole number"),
+        (lambda: magicjax.chain(0), "length=0: it must be an integer of at least 1"),
+        (lambda: magicjax.chain("4"), "length='4': it must be an integer"),
+        (lambda: magicjax.chain(True), "length=True: it must be an integer"),
+        (lambda: magicjax.expansion(("2",)), "branches='2': it must be an integer"),
         (lambda: magicjax.chain(256), "257 nodes: at most 256"),
         (lambda: magicjax.expansion((16, 16)), r"expansion\(16, 16\) has more than 256 nodes"),
         (lambda: magicjax.TokenTree((0, 0)), r"parents=\(0, 0\) has no root"),
