@@ -7,6 +7,7 @@ of success given the draft's tokens is computed exactly instead of drawn.
 """
 
 import argparse
+import dataclasses
 import functools
 import pathlib
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ import magicjax
 from experiments import prompts
 from experiments.runner import teacher
 from magicjax.benchmarks.tables import record_table
+from magicjax.decoding import rows
 from magicjax.files import write_atomically
 from magicjax.verification.sampling import (
     Sampling,
@@ -43,16 +45,9 @@ MEANINGS = (
 
 
 def sampling_of(temperature: float, window: int) -> Sampling:
-    """Returns the sampling of one window at a temperature, without top_k and top_p."""
-    return Sampling(
-        temperature=jnp.full(1, temperature, jnp.float32),
-        top_k=jnp.zeros(1, jnp.int32),
-        top_p=jnp.ones(1, jnp.float32),
-        min_p=jnp.zeros(1, jnp.float32),
-        keys=row_keys(0, jnp.array([window])),
-        top_k_used=False,
-        top_p_used=False,
-    )
+    """Returns the sampling of one window at a temperature, without filters."""
+    sampling = rows.sampling_of([magicjax.SamplingParams(temperature=temperature)])
+    return dataclasses.replace(sampling, keys=row_keys(0, jnp.array([window])))
 
 
 @functools.partial(jax.jit, static_argnames="ranks")

@@ -117,15 +117,18 @@ def rows_of(
         allowed=allowed,
         limits=np.array(limits, np.int32),
         eos=_ends(params, eos, features.ends),
-        sampling=_sampling(params, features.warping) if features.sampling else None,
+        sampling=sampling_of(params, features.warping) if features.sampling else None,
         processor=processor,
         wants_logprobs=np.array([each.logprobs is not None for each in params]),
         speculative=np.array([each.speculative for each in params]),
     )
 
 
-def _sampling(params: Sequence[SamplingParams], warping: bool) -> Sampling:
-    """Returns the parameters and the key of each row. A greedy row keeps the most likely token."""
+def sampling_of(params: Sequence[SamplingParams], warping: bool = False) -> Sampling:
+    """Returns the parameters and the key of each row. A greedy row keeps the most likely token.
+
+    With `warping`, the arrays are for rows that may use top_k and top_p, whether or not they do.
+    """
     temperature: Any = np.array([each.temperature or 1.0 for each in params], np.float32)
     top_k: Any = np.array([1 if each.greedy else min(each.top_k, INT32_MAX) for each in params])
     top_p: Any = np.array([each.top_p for each in params], np.float32)

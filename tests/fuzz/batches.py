@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from magicjax.decoding.decoder import Decoder
-from magicjax.verification.sampling import Sampling, row_keys
+from magicjax.decoding.rows import sampling_of
 from tests.fuzz import checks
 from tests.fuzz.checks import UNIT, WHOLE, Found
 from tests.fuzz.configurations import BATCHES, FLAGS, Configuration
@@ -127,18 +127,8 @@ def _sampling(rng, made: Configuration) -> dict[str, Any]:
 
 
 def _samplers(batch: Batch) -> list[checks.Sampler]:
-    rows = len(batch.prompts)
-    get = batch.sampling.get
-    of_rows = Sampling(
-        temperature=np.float32(batch.sampling["temperature"]),
-        top_k=np.array(get("top_k", [0] * rows)),
-        top_p=np.float32(get("top_p", [1.0] * rows)),
-        min_p=np.zeros(rows, np.float32),
-        keys=row_keys(np.uint32(batch.sampling["seed"]), jax.numpy.arange(rows)),
-        top_k_used=True,
-        top_p_used=True,
-    )
-    return checks.samplers(of_rows, batch.prompts)
+    params, _ = keywords.split(len(batch.prompts), **batch.sampling)
+    return checks.samplers(sampling_of(params, warping=True), batch.prompts)
 
 
 def _rows(target, batch: Batch, options: dict[str, Any]) -> list[np.ndarray]:

@@ -14,6 +14,8 @@ import itertools
 import jax
 import numpy as np
 
+from magicjax.decoding.rows import sampling_of
+from magicjax.sampling_params import SamplingParams
 from magicjax.trees.merge import merge
 from magicjax.trees.proposal import ONE_HOT, Draws, Proposal
 from magicjax.trees.token_tree import TokenTree
@@ -43,15 +45,8 @@ class World:
 
     def sampling(self, rows: int) -> Sampling:
         temperature, top_k, top_p = self.warped
-        return Sampling(
-            np.full(rows, temperature, np.float32),
-            np.full(rows, top_k, np.int32),
-            np.full(rows, top_p, np.float32),
-            np.zeros(rows, np.float32),
-            _keys(rows),
-            top_k_used=top_k > 0,
-            top_p_used=top_p < 1,
-        )
+        params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+        return sampling_of([params] * rows)
 
     @functools.cache  # noqa: B019
     def logits(self, who: int, text: tuple[int, ...]) -> np.ndarray:
@@ -90,10 +85,6 @@ _remove_token = jax.jit(sampling_.remove_token)
 
 
 @functools.cache
-def _keys(rows: int):
-    return jax.jit(sampling_.row_keys)(0, np.arange(rows))
-
-
 @dataclasses.dataclass(frozen=True)
 class Draft:
     """A drafter: its tables, its tree and its draw method."""

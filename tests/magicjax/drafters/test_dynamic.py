@@ -5,12 +5,11 @@ import itertools
 import types
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import magicjax
-from magicjax.verification import sampling
+from magicjax.decoding.rows import sampling_of
 from tests.magicjax import keywords, oracle, tiny
 from tests.magicjax.kv_cache.test_loop_caches import rounds
 from tests.magicjax.trees.test_merge import sequences
@@ -66,11 +65,7 @@ def test_each_row_proposes_the_most_probable_paths(tree, temperature):
     ):
         warped = None
         if temperature is not None:
-            ones = jnp.ones(8)
-            keys = sampling.row_keys(0, jnp.arange(8))
-            warped = sampling.Sampling(
-                ones * temperature, ones.astype(int) * 0, ones, ones * 0, keys, False, False
-            )
+            warped = sampling_of([magicjax.SamplingParams(temperature=temperature)] * 8)
         found = proposing(tree)(
             request.drafter, request.target, state.drafter, state.pending, state.cache, warped
         )
@@ -113,10 +108,7 @@ def test_a_probability_outside_its_range_is_refused():
 @pytest.mark.slow
 def test_tokens_removed_by_top_k_are_padding_and_never_proposed():
     request, state = next(rounds("near", "dynamic", tiny.prompts(8), "float32"))
-    ones = jnp.ones(8)
-    keys = sampling.row_keys(0, jnp.arange(8))
-    # top_k = 1
-    one_token = sampling.Sampling(ones, ones.astype(jnp.int32), ones, ones * 0, keys, True, False)
+    one_token = sampling_of([magicjax.SamplingParams(temperature=1.0, top_k=1)] * 8)
     found = proposing(TREE)(
         request.drafter, request.target, state.drafter, state.pending, state.cache, one_token
     )

@@ -1,5 +1,6 @@
 """Warping, drawing, and independent random numbers for each use."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import magicjax
+from magicjax.decoding.rows import sampling_of
 from magicjax.verification import sampling
 from magicjax.verification.sampling import (
     Purpose,
@@ -37,17 +39,9 @@ PARAMETERS = [(*each, min_p) for each in PARAMETERS for min_p in (0.0, 0.2)]
 
 
 def per_row(parameters, filtered=True) -> Sampling:
-    temperature, top_k, top_p, min_p = map(np.array, zip(*parameters, strict=True))
-    keys = sampling.row_keys(0, jnp.arange(len(parameters)))
-    return Sampling(
-        jnp.asarray(temperature, jnp.float32),
-        jnp.asarray(top_k, jnp.int32),
-        jnp.asarray(top_p, jnp.float32),
-        jnp.asarray(min_p, jnp.float32),
-        keys,
-        top_k_used=filtered,
-        top_p_used=filtered,
-    )
+    names = ("temperature", "top_k", "top_p", "min_p")
+    rows = [magicjax.SamplingParams(**dict(zip(names, each))) for each in parameters]
+    return dataclasses.replace(sampling_of(rows), top_k_used=filtered, top_p_used=filtered)
 
 
 def test_each_row_is_warped_by_its_parameters():
@@ -120,9 +114,7 @@ def test_draws_have_their_distribution_with_any_default_generator():
     rows = 40_000
     for impl in ("threefry2x32", "rbg"):
         with jax.default_prng_impl(impl):
-            keys = sampling.row_keys(1, jnp.arange(rows))
-        ones = jnp.ones(rows)
-        plain = Sampling(ones, ones.astype(jnp.int32) * 0, ones, ones * 0, keys, False, False)
+            plain = sampling_of([magicjax.SamplingParams(temperature=1.0, seed=1)] * rows)
         shared = jnp.broadcast_to(jnp.asarray(q, jnp.float32), (rows, 1, 4))
         for replacement in (True, False):
             tokens, live = draw(

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from magicjax.decoding.rows import sampling_of
+from magicjax.sampling_params import SamplingParams
 from magicjax.trees import token_tree
 from magicjax.trees.proposal import Proposal, deterministic_draws
 from magicjax.verification import verify
-from magicjax.verification.sampling import Sampling, row_keys
 from tests.magicjax.trees.test_tree import parent_lists, plain_ancestors
 
 NODES, VOCAB, ROWS = 9, 4, 3  # few tokens, so that siblings often have the same one
@@ -115,9 +116,8 @@ def test_a_padding_node_with_the_right_token_is_not_accepted():
 
 def test_the_bonus_token_does_not_depend_on_the_number_that_rejected_the_draft():
     rows, p = 4000, jnp.array([0.4, 0.2, 0.2, 0.2])
-    ones, zeros = jnp.ones(rows), jnp.zeros(rows, jnp.int32)
-    keys = row_keys(jnp.zeros((), jnp.uint32), jnp.arange(rows))
-    sampling = Sampling(ones, zeros, ones, 0 * ones, keys, top_k_used=False, top_p_used=False)
+    zeros = jnp.zeros(rows, jnp.int32)
+    sampling = sampling_of([SamplingParams(temperature=1.0)] * rows)
     draws = deterministic_draws(zeros[:, None], len(p))
     proposal = Proposal(jnp.zeros((rows, 2), jnp.int32), np.array([-1, 0]), draws)
     logits = jnp.broadcast_to(jnp.log(p), (rows, 2, len(p)))
