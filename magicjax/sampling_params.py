@@ -12,7 +12,7 @@ from magicjax.suggest import explain_unknown
 from magicjax.verification.logprobs import MAX_ALTERNATIVES
 
 MAX_SEED = 2**32 - 1
-FILTERS = ("top_k", "top_p", "min_p")  # without effect in greedy decoding
+FILTERS = ("top_n_sigma", "top_k", "top_p", "min_p")  # without effect in greedy decoding
 PROCESSORS = (  # of logits
     *("logit_bias", "allowed_token_ids", "bad_words", "min_tokens", "thinking_token_budget"),
     *("repetition_penalty", "frequency_penalty", "presence_penalty"),
@@ -60,6 +60,13 @@ class SamplingParams:
         "one; 0 for none",
         ge=0,
         le=1,
+        hint="0 for all tokens",
+    )
+    top_n_sigma: float = setting(
+        0.0,
+        "before the other filters, leave out tokens whose logits are more than this many standard "
+        "deviations of the logits below the highest one, as in llama.cpp; 0 for none",
+        ge=0,
         hint="0 for all tokens",
     )
     repetition_penalty: float = setting(

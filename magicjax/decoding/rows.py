@@ -133,12 +133,14 @@ def sampling_of(params: Sequence[SamplingParams], warping: bool = False) -> Samp
     top_k: Any = np.array([1 if each.greedy else min(each.top_k, INT32_MAX) for each in params])
     top_p: Any = np.array([each.top_p for each in params], np.float32)
     min_p: Any = np.array([each.min_p for each in params], np.float32)
+    top_n_sigma: Any = np.array([each.top_n_sigma for each in params], np.float32)
     seeds = np.array([each.seed for each in params], np.uint32)
     return Sampling(
         temperature=temperature,
         top_k=top_k.astype(np.int32),
         top_p=top_p,
         min_p=min_p,
+        top_n_sigma=top_n_sigma,
         keys=row_keys(seeds, np.arange(len(params), dtype=np.int32)),
         top_k_used=warping or bool((top_k > 0).any()),
         top_p_used=warping or any(each.top_p < 1 for each in params),

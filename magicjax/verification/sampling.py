@@ -45,23 +45,27 @@ class Sampling:
         sum to at least top_p are kept; 1: all.
       min_p: float32 [B], tokens whose probability is below min_p times the highest one are left
         out, before top_k; 0: none.
+      top_n_sigma: float32 [B], tokens whose logits are more than top_n_sigma standard deviations
+        below the highest one are left out, before the temperature; 0: none.
       keys: [B], each row's key, from the seed and the request.
       top_k_used, top_p_used: static; whether any row may use it: top_k above 1 and top_p cost
-        passes over the logits in rounds in which a row does.
+        passes over the logits in rounds in which a row does, and so does top_n_sigma.
     """
 
     temperature: Float[Array, "B"]
     top_k: Int[Array, "B"]
     top_p: Float[Array, "B"]
     min_p: Float[Array, "B"]
+    top_n_sigma: Float[Array, "B"]
     keys: Array
     top_k_used: bool = struct.field(pytree_node=False)
     top_p_used: bool = struct.field(pytree_node=False)
 
     def only(self, rows: Bool[Array, "B"]) -> Self:
-        """Returns the same with neither top_k nor top_p in other rows, where they would cost."""
+        """Returns the same without filters in other rows, where they would cost."""
         top_k, top_p = jnp.where(rows, self.top_k, 0), jnp.where(rows, self.top_p, 1)
-        return dataclasses.replace(self, top_k=top_k, top_p=top_p)
+        top_n_sigma = jnp.where(rows, self.top_n_sigma, 0)
+        return dataclasses.replace(self, top_k=top_k, top_p=top_p, top_n_sigma=top_n_sigma)
 
 
 @jax.jit  # each request of an engine has a key of its own
@@ -78,10 +82,11 @@ def row_keys(seeds: Int[Array, "*B"], requests: Int[Array, "B"]) -> Array:
 def warp(
     sampling: Sampling, logits: Float[Array, "B *N V"], axis_names: AxisNames = ()
 ) -> Float[Array, "B *N V"]:
-    """Returns the probabilities to sample from: temperature, min_p, top_k, top_p, in this order.
+    """Returns the probabilities to sample from.
 
-    Computed in float32 (float64 for such logits). Tokens that tie with the last one kept are kept
-    too, so the result does not depend on the order of a sort.
+    The order is top_n_sigma, temperature, min_p, top_k, top_p. Computed in float32 (float64 for
+    such logits). Tokens that tie with the last one kept are kept too, so the result does not depend
+    on the order of a sort.
 
     Args:
       sampling: of the rows.
@@ -96,6 +101,12 @@ def warp(
     scaled = logits.astype(dtype)
     highest = collectives.pmax(scaled.max(-1, keepdims=True), axis_names)
     scaled = scaled - highest  # a low temperature cannot overflow
+    sigmas = per_row(sampling.top_n_sigma).astype(dtype)
+    scaled = jax.lax.cond(
+        (sigmas > 0).any(),
+        lambda: jnp.where(sigmas > 0, _keep_near(scaled, sigmas, axis_names), scaled),
+        lambda: scaled,
+    )
     scaled = scaled / per_row(sampling.temperature).astype(dtype)
     least = jnp.log(per_row(sampling.min_p).astype(dtype))  # the highest one is 0
     scaled = jnp.where(scaled >= least, scaled, -jnp.inf)
@@ -118,6 +129,24 @@ def warp(
         return jnp.where(mass < 1, kept, p)  # at top_p = 1, rounding must not cut the tail
 
     return jax.lax.cond((mass < 1).any(), most_likely, lambda: p)
+
+
+def _keep_near(
+    logits: Float[Array, "*B V"], sigmas: Float[Array, "*B 1"], axis_names: AxisNames
+) -> Float[Array, "*B V"]:
+    """Returns the logits at most `sigmas` standard deviations below the highest, -inf for others.
+
+    The highest one is 0. Tokens that are excluded already, with -inf, do not count. Source: top-nσ
+    (arXiv 2411.07641), as llama.cpp computes it.
+    """
+    counted = logits > -jnp.inf
+
+    def mean(x):
+        total = collectives.psum(jnp.where(counted, x, 0).sum(-1, keepdims=True), axis_names)
+        return total / collectives.psum(counted.sum(-1, keepdims=True), axis_names)
+
+    deviation = jnp.sqrt(mean((logits - mean(logits)) ** 2))
+    return jnp.where(logits >= -sigmas * deviation, logits, -jnp.inf)
 
 
 def _keep_highest(

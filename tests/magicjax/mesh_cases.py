@@ -13,7 +13,9 @@ import magicjax
 import models
 from magicjax.decoding import program_cache
 from magicjax.decoding.decoder import Decoder
+from magicjax.decoding.rows import sampling_of
 from magicjax.prediction import hlo
+from magicjax.verification.sampling import warp
 from sharding import collectives, make_mesh, model_axes
 from tests.forget import forget_programs
 from tests.magicjax import family_cases, keywords, oracle, tiny
@@ -106,7 +108,7 @@ CASES = {
     "small with replacement": (small(draw="with_replacement"), TREE, SAMPLED, 4),
     "small by the top": (small(draw="top"), TREE, SAMPLED, 2),
     "penalties": (small(), TREE, PROCESSED | dict(logprobs=2, prompt_logprobs=2), 4),
-    "penalties sampled": (small(), TREE, SAMPLED | PROCESSED | dict(min_p=0.1), 2),
+    "penalties sampled": (small(), TREE, SAMPLED | PROCESSED | dict(min_p=0.1, top_n_sigma=2.0), 2),
     "naive": (small(), TREE, SAMPLED | dict(verifier="naive"), 4),
     "several": (several, magicjax.chain(3), {}, 4),
     "several sampled": (several, magicjax.chain(3), SAMPLED, 2),
@@ -285,12 +287,16 @@ def functions_of_a_divided_axis(devices: int) -> list[str]:
     x = rng.integers(0, 9, (3, 4, 48)).astype(np.float32)  # many equal ones
     index = rng.integers(0, 48, (3, 4)).astype(np.int32)
     wide = PartitionSpec(None, None, axis_names)
+    filters = (dict(top_n_sigma=1.2), dict(min_p=0.05, top_k=20, top_p=0.9), {})
+    params = [magicjax.SamplingParams(temperature=0.8, **each) for each in filters]
+    of_rows = sampling_of(params)
     functions = {
         "argmax": (lambda x, i, axis_names: collectives.argmax(x, axis_names), PartitionSpec()),
         "top_k": (lambda x, i, axis_names: collectives.top_k(x, 11, axis_names), PartitionSpec()),
         "at": (lambda x, i, axis_names: collectives.take_global(x, i, axis_names), PartitionSpec()),
         "joined": (lambda x, i, axis_names: collectives.all_gather(x, axis_names), PartitionSpec()),
         "softmax": (lambda x, i, axis_names: collectives.softmax(x, axis_names), wide),
+        "warp": (lambda x, i, axis_names: warp(of_rows, x, axis_names), wide),
         "log_softmax": (lambda x, i, axis_names: collectives.log_softmax(x, axis_names), wide),
         "places": (
             lambda x, i, axis_names: x * 0 + collectives.global_indices(x, axis_names),

@@ -90,7 +90,20 @@ def test_stop_strings_end_the_printed_text(directory, run):
 def test_values_that_cannot_change_the_text_are_accepted(directory, run):
     code, out, err = run(
         *("generate", "--target", directory, "--prompt", PROMPT, "--max-tokens", 20),
-        *("--temperature", 0, "--top-k", 5, "--top-p", 0.9, "--min-p", 0.1, "--seed", 3),
+        *(
+            "--temperature",
+            0,
+            "--top-k",
+            5,
+            "--top-p",
+            0.9,
+            "--min-p",
+            0.1,
+            "--top-n-sigma",
+            2,
+            "--seed",
+            3,
+        ),
     )
     assert (code, out) == (0, expected_text(directory) + "\n")
 

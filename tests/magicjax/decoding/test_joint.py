@@ -37,6 +37,7 @@ VOCAB, LENGTH, EOS = 5, 4, 0
 PROMPT = [1, 4, 2, 3, 3, 1, 2, 4, 1]
 ROWS, ONE_CALL, FEW_CALLS, MANY_CALLS = 10_000, 1, 4, 20
 WARPED = dict(temperature=0.8, top_k=4, top_p=0.9, min_p=0.05)
+NEAR = dict(temperature=1.5, top_n_sigma=2.6)
 PROCESSED = dict(
     temperature=0.9,
     repetition_penalty=1.3,
@@ -90,7 +91,7 @@ def joint(
         for text, mass in open_.items():
             logits = oracle.logits(target, [*PROMPT, *text])[-1]
             given = dict(options)
-            rules = {name: given.pop(name) for name in [*given] if name not in WARPED}
+            rules = {name: given.pop(name) for name in [*given] if name not in WARPED | NEAR}
             words = rules.pop("bad_words", ())
             sequences = [["-abcd".index(letter) for letter in word] for word in words]
             logits = processed(logits, PROMPT, text, [EOS], sequences=sequences, **rules)
@@ -100,9 +101,11 @@ def joint(
     return finished | open_
 
 
-def warped(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray:
-    """Returns the probabilities after temperature, min_p, top_k and top_p, by definition."""
+def warped(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, top_n_sigma=0.0) -> np.ndarray:
+    """Returns the probabilities after temperature and filters, by definition."""
     p = np.exp((logits - logits.max()) / temperature)
+    if top_n_sigma:
+        p[logits < logits.max() - top_n_sigma * np.std(logits[logits > -np.inf])] = 0
     p[p < min_p * p.max()] = 0
     best = np.argsort(-p)
     p[best[top_k or len(p) :]] = 0
@@ -382,8 +385,17 @@ def test_penalties_of_the_root_only_are_detected(monkeypatch):
     assert p < 1e-6
 
 
+def test_sampled_texts_of_tokens_near_the_highest_have_the_joint_distribution():
+    drafter, tree, options = ALL["small, 2,2"]
+    counts = sampled(drafter, tree, ONE_CALL, **NEAR, **options)
+    assert p_value(counts, joint((*NEAR.items(),))) > 0.001
+    for other in (0.0, 2.4):
+        wrong = joint((*(NEAR | dict(top_n_sigma=other)).items(),))
+        assert p_value(counts, wrong) < 1e-6
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [PLAIN, WARPED], ids=["plain", "warped"])
+@pytest.mark.parametrize("settings", [PLAIN, WARPED, NEAR], ids=["plain", "warped", "near"])
 @pytest.mark.parametrize("what", ALL)
 def test_every_drafter_verifier_and_tree_has_the_joint_distribution(what, settings):
     check(what, MANY_CALLS, settings)

@@ -324,7 +324,13 @@ def test_variables_that_cannot_be_passed_to_the_template_are_refused(name, reaso
 
 
 def test_fields_are_parameters_of_the_text():
-    given = dict(min_p=0.1, repetition_penalty=1.2, frequency_penalty=-0.5, presence_penalty=2)
+    given = dict(
+        min_p=0.1,
+        top_n_sigma=1.5,
+        repetition_penalty=1.2,
+        frequency_penalty=-0.5,
+        presence_penalty=2,
+    )
     given |= dict(allowed_token_ids=[3, 1], bad_words=["a"], min_tokens=4, ignore_eos=True)
     given |= dict(speculative=False, stop_token_ids=[5, 2], thinking_token_budget=7)
     for path in PARSERS:

@@ -36,10 +36,11 @@ PARAMETERS = [
 sample, warp = jax.jit(sampling.sample), jax.jit(sampling.warp)
 draw = jax.jit(sampling.draw, static_argnums=(2, 3, 6))
 PARAMETERS = [(*each, min_p) for each in PARAMETERS for min_p in (0.0, 0.2)]
+PARAMETERS = [(*each, sigmas) for each in PARAMETERS for sigmas in (0.0, 0.5, 1.5)]
 
 
 def per_row(parameters, filtered=True) -> Sampling:
-    names = ("temperature", "top_k", "top_p", "min_p")
+    names = ("temperature", "top_k", "top_p", "min_p", "top_n_sigma")
     rows = [magicjax.SamplingParams(**dict(zip(names, each))) for each in parameters]
     return dataclasses.replace(sampling_of(rows), top_k_used=filtered, top_p_used=filtered)
 
@@ -55,16 +56,29 @@ def test_each_row_is_warped_by_its_parameters():
                 np.testing.assert_allclose(found[row, node], wanted, atol=1e-6)
 
 
+def test_excluded_tokens_do_not_count_for_the_standard_deviation():
+    """Of 4, 2 and 0 it is 1.63, of the rest it would be larger."""
+    logits = jnp.array([[4.0, 2.0, 0.0, -jnp.inf, -jnp.inf]])
+    for sigmas, kept in ((1.2, 1), (1.25, 2), (2.4, 2), (2.5, 3)):
+        p = warp(per_row([(0.5, 0, 1.0, 0.0, sigmas)]), logits)
+        assert (np.asarray(p[0]) > 0).sum() == kept
+
+
+def test_equal_logits_have_no_deviation_and_are_kept():
+    p = warp(per_row([(1.0, 0, 1.0, 0.0, 1.0)]), jnp.full((1, 6), 7.5))
+    np.testing.assert_allclose(p, 1 / 6)
+
+
 def test_tokens_that_tie_with_the_last_one_kept_are_kept():
-    p = warp(per_row([(1.0, 2, 1.0, 0.0)]), jnp.array([[3.0, 1.0, 1.0, 0.0]]))
+    p = warp(per_row([(1.0, 2, 1.0, 0.0, 0.0)]), jnp.array([[3.0, 1.0, 1.0, 0.0]]))
     assert (np.asarray(p[0]) > 0).tolist() == [True, True, True, False]
 
 
 def test_filters_that_keep_all_change_nothing_and_unused_ones_cost_nothing():
     logits = jnp.linspace(0, -60, 50)[None]
     for filtered in (False, True):
-        assert (warp(per_row([(1.0, 0, 1.0, 0.0)], filtered), logits) > 0).all()
-    text = warp.lower(per_row([(1.0, 0, 1.0, 0.0)], False), logits).as_text()
+        assert (warp(per_row([(1.0, 0, 1.0, 0.0, 0.0)], filtered), logits) > 0).all()
+    text = warp.lower(per_row([(1.0, 0, 1.0, 0.0, 0.0)], False), logits).as_text()
     assert "while" not in text
 
 
@@ -223,7 +237,7 @@ def test_naive_gives_the_tokens_of_plain_sampling(kind, tree):
 def test_filters_and_seeds_change_nothing_in_greedy_decoding():
     greedy = dict(max_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
     plain = keywords.generate(tiny.model(), tiny.prompts(8), **greedy)
-    found = generate(temperature=0, top_k=5, top_p=0.5, min_p=0.9, seed=7)
+    found = generate(temperature=0, top_k=5, top_p=0.5, min_p=0.9, top_n_sigma=1.0, seed=7)
     np.testing.assert_array_equal(found.tokens, plain.tokens)
     # Beside sampled rows, greedy rows are sampled ones of one token.
     mixed = generate("near", "2,2,1", temperature=[0, 1] * 4, top_p=0.5, min_p=0.9)
