@@ -20,6 +20,7 @@ import tyro
 import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+import magicjax
 from experiments import prompts
 from experiments.schema import axes, paths
 from experiments.schema.fields import (
@@ -33,9 +34,11 @@ from experiments.schema.fields import (
 )
 from experiments.schema.method import AUTO, Method
 from experiments.schema.settings import declared, setting
+from magicjax.options import options_of
 from models import parse_weights
 from sharding import MeshSize, parse_mesh
 
+PARAMETERS = options_of(magicjax.SamplingParams)
 BUNDLED = pathlib.Path(__file__).parents[1] / "zoo" / "target"
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Kind = Annotated[str, AfterValidator(prompts.known_kind)]
@@ -142,14 +145,20 @@ class Experiment(Strict):
     """Methods to compare, each beside plain decoding; []: plain decoding alone."""
     new_tokens: Annotated[int, Field(ge=8)] = setting(128)
     """Tokens generated for each row, at least 8: repetition is measured on 8-grams."""
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = setting(0.0)
+    temperature: Annotated[float, Field(allow_inf_nan=False)] = setting(
+        0.0, limits=PARAMETERS["temperature"].limits
+    )
     """Divides the logits; 0: greedy decoding."""
     top_k: Positive | None = setting(None, needs="temperature")
     """With a temperature, sample from the k most likely tokens. If not set: all."""
-    top_p: Fraction | None = setting(None, default=1.0, needs="temperature")
+    top_p: float | None = setting(
+        None, default=1.0, needs="temperature", limits=PARAMETERS["top_p"].limits
+    )
     """With a temperature, sample from the most likely tokens whose probabilities reach p. If not
     set: 1."""
-    seed: int | None = setting(None, default=0, needs="temperature")
+    seed: int | None = setting(
+        None, default=0, needs="temperature", limits=PARAMETERS["seed"].limits
+    )
     """With a temperature, the random seed. If not set: 0."""
     repeats: Annotated[int, Field(ge=0)] = setting(3, column="repeat")
     """Timed runs of each cell; the median is reported. 0: one run without timing, for quantities

@@ -20,7 +20,7 @@ from experiments.prompts import TEXTS
 from experiments.prompts.sources import hash_files
 from experiments.schema import axes, method, store
 from experiments.schema.columns import RESERVED
-from experiments.schema.config import Experiment
+from experiments.schema.config import PARAMETERS, Experiment
 from experiments.schema.fields import ConfigError
 from experiments.schema.method import AUTO, OPTIONS, PLAIN
 from experiments.schema.paths import PATHS
@@ -131,15 +131,9 @@ class Cell(_Settings):
     @property
     def params(self) -> magicjax.SamplingParams:
         """The parameters of the texts."""
-        if not self.temperature:
-            return magicjax.SamplingParams(max_tokens=self.new_tokens)
-        return magicjax.SamplingParams(
-            temperature=self.temperature,
-            top_k=self.top_k or 0,
-            top_p=self.top_p,
-            seed=self.seed,
-            max_tokens=self.new_tokens,
-        )
+        names = declared(Experiment).keys() & PARAMETERS.keys()
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return magicjax.SamplingParams(max_tokens=self.new_tokens, **given)
 
     @property
     def storage(self) -> dict[str, Any]:

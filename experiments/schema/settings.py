@@ -6,9 +6,13 @@ grids, the field of a `Cell`, the column of summary.csv, and the labels in table
 
 import dataclasses
 import functools
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import BaseModel, Field
+
+NO_LIMITS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +40,15 @@ class Setting:
         return self.absent if value is None else value
 
 
-def setting(absent: Any, *, help: str | None = None, **declared: Any) -> Any:
-    """Returns a pydantic field that declares a `Setting`; its default is `absent`."""
+def setting(
+    absent: Any, *, help: str | None = None, limits: Mapping[str, Any] = NO_LIMITS, **declared: Any
+) -> Any:
+    """Returns a pydantic field that declares a `Setting`; its default is `absent`.
+
+    `limits` are the field's `ge`, `gt` and `le`.
+    """
     extra: Any = {"setting": Setting(absent, **declared)}
-    return Field(absent, description=help, json_schema_extra=extra)
+    return Field(absent, description=help, json_schema_extra=extra, **limits)
 
 
 @functools.cache
