@@ -64,9 +64,8 @@ class Option(NamedTuple):
     @property
     def checkable(self) -> bool:
         """Whether all values but None can be written as text."""
-        return len(self.kinds) == len(
-            [k for k in _members(self.annotation) if k is not types.NoneType]
-        )
+        members = _members(self.annotation)
+        return len(self.kinds) == len(members) - (types.NoneType in members)
 
     @property
     def limits(self) -> dict[str, Any]:

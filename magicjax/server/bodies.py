@@ -18,7 +18,6 @@ from magicjax.options import options_of
 from magicjax.sampling_params import SamplingParams
 from magicjax.server.errors import SHOWN, ApiError, shown
 from magicjax.suggest import did_you_mean
-from magicjax.verification.logprobs import MAX_ALTERNATIVES
 
 MAX_N = 128
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 256  # each piece of text is searched for all of them
@@ -97,15 +96,19 @@ class ResponseFormat(_Object):
         return self
 
 
-# Parameters of a text that are fields of both APIs with the same values; others are below.
-PARAMETERS = {
-    name: known
-    for name, known in options_of(SamplingParams).items()
-    if known.checkable and name not in ("max_tokens", "logprobs", "prompt_logprobs")
-}
+PARAMETERS = options_of(SamplingParams)
+
+
+def _parameter(name: str) -> Any:
+    """Returns an optional field with the values of a parameter of a text."""
+    return Field(None, description=PARAMETERS[name].values, **PARAMETERS[name].limits)
+
+
+# The parameters that have the same name and values in both APIs; `_Body` has the others.
 _fields: Any = {
-    name: (known.annotation | None, Field(None, description=known.values, **known.limits))
+    name: (known.annotation | None, _parameter(name))
     for name, known in PARAMETERS.items()
+    if known.checkable and name not in ("logprobs", "prompt_logprobs")
 }
 _Parameters: Any = pydantic.create_model("_Parameters", __base__=_Object, **_fields)
 _PENALTY = "a number from -2 to 2"
@@ -116,7 +119,6 @@ class _Body(_Parameters):
 
     model: str | None = Field(None, description="the name that /v1/models lists")
     n: int | None = Field(None, ge=1, le=MAX_N, description=f"an integer from 1 to {MAX_N}")
-    temperature: float | None = Field(None, ge=0, description="a number of at least 0")
     top_p: TopP | None = Field(None, description="a number from 0 to 1")
     top_k: TopK | None = Field(None, description="an integer; 0 or -1 for all tokens")
     frequency_penalty: float | None = Field(None, description=_PENALTY, ge=-2, le=2)
@@ -143,7 +145,7 @@ class _Body(_Parameters):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS), _Fast] | None = (
         Field(None, description=f"a list of at most {MAX_STOP_TOKENS} token ids")
     )
-    max_tokens: int | None = Field(None, ge=0, description="an integer of at least 0")
+    max_tokens: int | None = _parameter("max_tokens")
     stream: bool | None = Field(None, description="true or false")
     stream_options: StreamOptions | None = Field(
         None, description='an object such as {"include_usage": true}'
@@ -165,13 +167,7 @@ class CompletionBody(_Body):
         | Annotated[list[str], _Fast]
         | Annotated[list[Annotated[list[TokenId], _Fast]], _Fast]
     ) = Field(description="a text, a list of texts, token ids, or a list of lists of token ids")
-    logprobs: int | None = Field(
-        None,
-        ge=0,
-        le=MAX_ALTERNATIVES,
-        description=f"an integer from 0 to {MAX_ALTERNATIVES}",
-    )
-
+    logprobs: int | None = _parameter("logprobs")
     echo: bool | None = Field(None, description="true or false")
 
 
@@ -266,12 +262,7 @@ class ChatBody(_Body):
         None, description="none, minimal, low, medium, high or xhigh"
     )
     logprobs: bool | None = Field(None, description="true or false")
-    top_logprobs: int | None = Field(
-        None,
-        ge=0,
-        le=MAX_ALTERNATIVES,
-        description=f"an integer from 0 to {MAX_ALTERNATIVES}",
-    )
+    top_logprobs: int | None = _parameter("logprobs")
 
 
 def parse_completion(value: Any) -> CompletionBody:

@@ -274,13 +274,6 @@ def _check_characters(count: int, field: str, served: Served) -> None:
         )
 
 
-def _temperature(body: CompletionBody | ChatBody, config: EngineConfig) -> float:
-    """Returns the temperature of a request; without one, requests sample if the server does."""
-    if body.temperature is None:
-        return 1.0 if config.sampling else 0.0
-    return body.temperature
-
-
 def _params(
     body: CompletionBody | ChatBody,
     served: Served,
@@ -297,8 +290,8 @@ def _params(
         grammar = _grammar_of_tools(tools, grammar, body, config)
     given: dict[str, Any] = {name: getattr(body, name, None) for name in options_of(SamplingParams)}
     given = {name: value for name, value in given.items() if value is not None}
+    given.setdefault("temperature", 1.0 if config.sampling else 0.0)
     given |= {
-        "temperature": _temperature(body, config),
         "logit_bias": _bias(body.logit_bias or {}),
         "seed": secrets.randbits(32) if body.seed is None else body.seed,
         "max_tokens": limit,
