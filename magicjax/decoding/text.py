@@ -71,7 +71,8 @@ class Text:
     Attributes:
       prompt: int32 [T].
       params: what was asked of the text.
-      matcher: follows the text under its grammar; None for any text.
+      limit: the most new tokens.
+      matcher: follows the text under its grammar; None for any text, and at the end.
       emitted: the row's tokens so far, with those after a stop string.
       finish_reason: one of `FINISH_REASONS`; "" until the text ends.
       error: what went wrong; "" if nothing did.
@@ -95,8 +96,7 @@ class Text:
           eos: tokens that end a text of the target.
           matcher: of an empty text.
         """
-        self._limit = limit
-        self.prompt, self.params, self.matcher = prompt, params, matcher
+        self.prompt, self.params, self.limit, self.matcher = prompt, params, limit, matcher
         self.emitted, self.finish_reason, self.error = 0, "", ""
         self._eos = frozenset(() if params.ignore_eos else eos)
         self._tokenizer, self._stream = tokenizer, None
@@ -119,7 +119,7 @@ class Text:
     @property
     def lengths(self) -> tuple[int, int]:
         """The row's tokens so far, and the new ones that may follow."""
-        return len(self.prompt) + self.emitted, self._limit - self.emitted
+        return len(self.prompt) + self.emitted, self.limit - self.emitted
 
     @property
     def nothing(self) -> NewTokens:
@@ -166,7 +166,7 @@ class Text:
             return "stop"
         if last in self._eos:
             return "eos"
-        if self.emitted >= self._limit:
+        if self.emitted >= self.limit:
             return "length"
         self.error = (
             f"after {self.emitted} new tokens the target's logits are NaN: load it with "

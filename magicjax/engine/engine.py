@@ -23,7 +23,6 @@ from magicjax.decoding.controller import PROBE_ROUNDS, Arm, Controller, Probes
 from magicjax.decoding.decoder import Clock, Decoder
 from magicjax.decoding.loop import Prefilled
 from magicjax.decoding.request import Request
-from magicjax.decoding.text import Text
 from magicjax.decoding.validation import check_params
 from magicjax.drafters import Drafter
 from magicjax.engine import speculation, submission
@@ -40,7 +39,7 @@ from magicjax.engine.templates import (
     empty_row,
     empty_state,
     make_templates,
-    row_of_request,
+    row_of_text,
     with_drafter,
 )
 from magicjax.grammars.grammar import Grammar
@@ -168,11 +167,8 @@ class Engine:
           QueueFullError: the queue is full. In all cases other requests go on.
         """
         self._scheduler.check_room(1)
-        request = submission.validated(self._templates, prompt, params, priority, deadline_s)
-        row = self._templates.row
-        own = request.prompt, params, request.max_tokens, row.eos, request.matcher
-        text = Text(row.target.tokenizer, *own)
-        handle = Handle(self, request, text)
+        text = submission.validated(self._templates, prompt, params, priority, deadline_s)
+        handle = Handle(self, text, priority, deadline_s)
         self._scheduler.add(handle)
         return handle
 
@@ -205,7 +201,7 @@ class Engine:
         for i in range(n):
             sample = dataclasses.replace(params, seed=(params.seed + i) % 2**32)
             handles.append(self.submit(prompt, sample, priority=priority, deadline_s=deadline_s))
-            prompt = handles[0].request.prompt  # tokenized once
+            prompt = handles[0].prompt  # tokenized once
         return handles
 
     def step(self) -> None:
@@ -325,7 +321,7 @@ class Engine:
         rounds = min(rounds, PROBE_ROUNDS) if controller.is_probe else rounds
         matchers: list[Matcher | None] = [None] * self.config.slots
         for slot, handle in running.items():
-            matchers[slot] = handle.request.matcher
+            matchers[slot] = handle.text.matcher
         sizes = self._grammar_batch_sizes if any(matchers) else self._batch_sizes
         rows = next(n for n in sizes if n > max(live, default=0))
         decoder = self._decoder(controller.arm, rows)
@@ -341,7 +337,7 @@ class Engine:
         self._stall.count_rounds(rounds, seconds)
         chunk = self._templates.prefill_rule.chunk
         self._scheduler.limit_prefill(self._stall.prompt_tokens(rounds, chunk))
-        asked = any(handle.request.params.logprobs is not None for handle in running.values())
+        asked = any(handle.text.params.logprobs is not None for handle in running.values())
         logprobs = global_arrays.fetch(s.logprobs) if asked else None
         self._counters.rounds_by_arm[controller.arm] += rounds
         self._controller = controller.counted(histogram, rounds, seconds, simulated)
@@ -376,15 +372,15 @@ class Engine:
             if piece.chunk == self._templates.prefill_rule.chunk:
                 self._stall.count_tokens(piece.tokens, self._clock.newest_s)
             handle.prefilled_tokens += piece.end - piece.first
-            if piece.end == len(handle.request.prompt):
+            if piece.end == len(handle.prompt):
                 self._insert(handle, prefilled)
 
     def _start_requests(self) -> None:
         """Starts the prefill of the requests that may start now."""
         while (handle := self._scheduler.next_to_start(self._prefixes.match)) is not None:
             handle.started_s = time.monotonic()
-            request = row_of_request(self._templates, handle.request)
-            prompt = handle.request.prompt
+            request = row_of_text(self._templates, handle.text)
+            prompt = handle.prompt
             if self._spare_rows and self._prefixes.match(prompt):
                 del self._spare_rows[-1]  # before its place is taken by a copy
             row, common = self._prefixes.copy_longest(prompt)
@@ -399,10 +395,10 @@ class Engine:
     def _insert(self, handle: Handle, prefilled: Prefilled) -> None:
         """Copies a prefilled row into a free slot, and hands out its first token."""
         prefilling = self._rows.pop(handle)
-        if handle.request.params.prompt_logprobs is not None:
+        if handle.text.params.prompt_logprobs is not None:
             cache, _ = empty_row(self._templates)
             (handle.prompt_logprobs,) = prefilling.decoder.prompt_logprobs(cache)
-        disabled = not handle.request.params.speculative or self._would_disable(handle)
+        disabled = not handle.text.params.speculative or self._would_disable(handle)
         slot = self._scheduler.insert(handle)
         drafter = self._templates.row.drafter
         without_drafter = disabled and drafter is not None and drafter.can_be_disabled
@@ -414,10 +410,10 @@ class Engine:
         fetched = row.ended, row.pending, row.logprobs, row.emitted
         ended, first, logprobs, emitted = global_arrays.fetch(fetched)
         if emitted[0]:  # else the cache has NaN
-            self._store(Prefix(handle.request.prompt, row.cache, row.drafter))
+            self._store(Prefix(handle.prompt, row.cache, row.drafter))
         self._ended[slot] = ended[0]
         # None, if the prompt alone is evaluated.
-        first = first[: min(emitted[0], handle.request.max_tokens)]
+        first = first[: min(emitted[0], handle.text.limit)]
         self._deliver(handle, first, logprobs and logprobs[0], ended[0])
 
     def _would_disable(self, handle: Handle) -> bool:
@@ -445,7 +441,7 @@ class Engine:
 
         The drafter remembers texts that were not cut short.
         """
-        slot, prompt = self._scheduler.remove(handle), handle.request.prompt
+        slot, prompt = self._scheduler.remove(handle), handle.prompt
         text = np.concatenate([prompt, handle.tokens])
         if slot is not None:
             self._ended_by_host |= not self._ended[slot]

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import time
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -10,7 +11,6 @@ from jaxtyping import Int
 
 from magicjax.decoding.counts import Counts
 from magicjax.decoding.text import NewTokens, Result, Text
-from magicjax.engine.request import EngineRequest
 from magicjax.verification.logprobs import LogProbs
 
 
@@ -64,13 +64,16 @@ class Handle:
             print(new.text, end="")
 
     Attributes:
-      request: the prompt and its parameters.
-      text: the new tokens and their text so far.
+      text: prompt, parameters, and the new tokens and their text so far.
+      priority: requests of larger priority start first.
+      submitted_s: when it was submitted, on the engine's clock.
+      deadline_s: when it ends at the latest, on the same clock; None for no deadline.
     """
 
-    def __init__(self, engine: _Engine, request: EngineRequest, text: Text):
-        """Only `Engine.submit` makes handles; the text is empty."""
-        self.request, self.text = request, text
+    def __init__(self, engine: _Engine, text: Text, priority: float, deadline_s: float | None):
+        """Only `Engine.submit` makes handles; the text is empty, `deadline_s` are from now."""
+        self.text, self.priority, self.submitted_s = text, priority, time.monotonic()
+        self.deadline_s = None if deadline_s is None else self.submitted_s + deadline_s
         self._engine = engine
         self._waiting: collections.deque[NewTokens] = collections.deque()
         self._result: Result | None = None
@@ -83,6 +86,11 @@ class Handle:
         self.drafted = 0
         self._newest_s = 0.0
         self._itl_s: list[float] = []
+
+    @property
+    def prompt(self) -> Int[np.ndarray, "T"]:
+        """The tokens of the prompt, int32 [T]."""
+        return self.text.prompt
 
     @property
     def rounds(self) -> int:
@@ -143,7 +151,6 @@ class Handle:
         """Ends the request, unless its text has ended; returns the result. For the engine."""
         if not self.text.finish_reason:
             self._add(self.text.finish(reason))
-        self.request = dataclasses.replace(self.request, matcher=None)
         self._result = self.text.result(self.prompt_logprobs, self._stats(now))
         return self._result
 
@@ -152,25 +159,25 @@ class Handle:
             self._waiting.append(piece)
 
     def _stats(self, now: float) -> RequestStats:
-        request, new = self.request, len(self.tokens)
+        new = len(self.tokens)
         counts = Counts()
         if self.rounds:
             counts = Counts.of_row(self.histogram, self.text.emitted - 1, self.drafted)
         ttft_s = tpot_s = None
         if self.first_s is not None:
-            ttft_s = self.first_s - request.submitted_s
+            ttft_s = self.first_s - self.submitted_s
             if new > self.first_tokens:
                 tpot_s = (now - self.first_s) / (new - self.first_tokens)
         return RequestStats(
             finish_reason=self.text.finish_reason,
-            prompt_tokens=len(request.prompt),
+            prompt_tokens=len(self.prompt),
             new_tokens=new,
             reused_tokens=self.reused_tokens,
             prefilled_tokens=self.prefilled_tokens,
             **vars(counts),
-            queue_s=(now if self.started_s is None else self.started_s) - request.submitted_s,
+            queue_s=(now if self.started_s is None else self.started_s) - self.submitted_s,
             ttft_s=ttft_s,
             tpot_s=tpot_s,
             itl_s=tuple(self._itl_s),
-            total_s=now - request.submitted_s,
+            total_s=now - self.submitted_s,
         )

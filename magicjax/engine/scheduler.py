@@ -23,7 +23,7 @@ class QueueFullError(ValueError):
 
 
 class Request(Protocol):
-    """What the scheduler reads of a request; see `EngineRequest`."""
+    """What the scheduler reads of a request; see `Handle`."""
 
     @property
     def prompt(self) -> Tokens: ...
@@ -33,11 +33,6 @@ class Request(Protocol):
     def submitted_s(self) -> float: ...
     @property
     def deadline_s(self) -> float | None: ...
-
-
-class HasRequest(Protocol):
-    @property
-    def request(self) -> Request: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +101,7 @@ class PrefillRule:
         return Piece(min(first, last), length, self.chunk)
 
 
-class Scheduler[Handle: HasRequest]:
+class Scheduler[Handle: Request]:
     """The requests of an engine and their order.
 
     Attributes:
@@ -168,7 +163,7 @@ class Scheduler[Handle: HasRequest]:
 
     def expired(self, now: float) -> list[Handle]:
         """Returns the requests whose deadlines have passed."""
-        return [one for one in self.unfinished if _deadline_s(one.request) <= now]
+        return [one for one in self.unfinished if _deadline_s(one) <= now]
 
     def begin_step(self) -> bool:
         """Begins a step; returns whether the loop runs before prefill.
@@ -196,10 +191,10 @@ class Scheduler[Handle: HasRequest]:
         busy = len(self.running) + len(self.prefilling)
         if not self.waiting or busy == self._slots or len(self.prefilling) == self._prefill_rows:
             return None
-        first = min(self.waiting, key=lambda one: due_s(one.request))
-        prompt = first.request.prompt
+        first = min(self.waiting, key=lambda one: due_s(one))
+        prompt = first.prompt
         if self._min_shared is not None and self.prefilling:
-            shared = max(common_prefix(one.request.prompt, prompt) for one, _ in self.prefilling)
+            shared = max(common_prefix(one.prompt, prompt) for one, _ in self.prefilling)
             if shared >= self._min_shared and shared > stored(prompt):
                 return None
         return first
@@ -218,7 +213,7 @@ class Scheduler[Handle: HasRequest]:
             self._filling = 0
             return None
         handle, first = self.prefilling[0]
-        piece = self._rule.piece(len(handle.request.prompt), first, self._limit)
+        piece = self._rule.piece(len(handle.prompt), first, self._limit)
         most = self._rule.largest if self._limit is None else self._limit
         if self._prefilled and self._prefilled + piece.tokens > most:
             return None

@@ -1,6 +1,5 @@
 """Validation of a submitted request, on the host, before anything runs."""
 
-import time
 from typing import Any
 
 import jax
@@ -9,10 +8,9 @@ from jax.sharding import Mesh
 from magicjax.checks import OptionError, check_number
 from magicjax.decoding.prompts import token_ids
 from magicjax.decoding.reasoning import thinking_budget
-from magicjax.decoding.text import matcher_of
+from magicjax.decoding.text import Text, matcher_of
 from magicjax.decoding.validation import bad_sequences, check_params, check_stop, check_token_ids
 from magicjax.engine.config import EngineLimitError
-from magicjax.engine.request import EngineRequest
 from magicjax.engine.templates import Templates
 from magicjax.model import Model
 from magicjax.sampling_params import SamplingParams
@@ -25,8 +23,8 @@ def validated(
     params: SamplingParams,
     priority: float,
     deadline_s: float | None,
-) -> EngineRequest:
-    """Returns the request, submitted now.
+) -> Text:
+    """Returns the empty text of a request.
 
     Raises:
       ValueError, TypeError: as `Engine.submit`.
@@ -49,16 +47,10 @@ def validated(
     check_token_ids(templates.row.target, params)
     _check_bad_words(templates.row.target, params)
     thinking_budget(templates.row.target, tokens.tolist(), params)
-    now = time.monotonic()
-    return EngineRequest(
-        prompt=tokens,
-        params=params,
-        max_tokens=_limit(templates, len(tokens), params.max_tokens),
-        matcher=matcher_of(templates.row.target, tokens, params, templates.row.eos),
-        priority=priority,
-        submitted_s=now,
-        deadline_s=None if deadline_s is None else now + deadline_s,
-    )
+    limit = _limit(templates, len(tokens), params.max_tokens)
+    row = templates.row
+    matcher = matcher_of(row.target, tokens, params, row.eos)
+    return Text(row.target.tokenizer, tokens, params, limit, row.eos, matcher)
 
 
 def _check_bad_words(target: Model, params: SamplingParams) -> None:

@@ -22,11 +22,11 @@ from magicjax.decoding.preparation import (
 )
 from magicjax.decoding.request import Request, RequestOptions
 from magicjax.decoding.rows import Features, Rows, rows_of
+from magicjax.decoding.text import Text
 from magicjax.decoding.validation import check_detokenization, check_target
 from magicjax.drafters import Drafter
 from magicjax.engine import memory_check
 from magicjax.engine.config import MAX_STOP_TOKENS, EngineConfig
-from magicjax.engine.request import EngineRequest
 from magicjax.engine.scheduler import PrefillRule
 from magicjax.grammars.matcher import Matcher, first_masks
 from magicjax.kv_cache.full_cache import KVCache
@@ -238,17 +238,15 @@ def with_drafter(templates: Templates, drafter: Drafter | None) -> Templates:
     return dataclasses.replace(templates, row=row, slots=slots)
 
 
-def row_of_request(templates: Templates, request: EngineRequest) -> Request:
-    """Returns a request as arrays of one row, in the shapes of all prompts."""
+def row_of_text(templates: Templates, text: Text) -> Request:
+    """Returns the request of one row for an empty text, in the shapes of all prompts."""
     row, config = templates.row, templates.config
-    assert isinstance(config.eos_token_id, tuple)  # set by `validated`
-    of_request = request.prompt, request.params, templates.width
-    limit = request.max_tokens, request.matcher
-    rows = _rows(row.target, config, config.eos_token_id, *of_request, *limit)
+    own = text.prompt, text.params, templates.width, text.limit, text.matcher
+    rows = _rows(row.target, config, row.eos, *own)
     return dataclasses.replace(
         row,
-        prompts=[request.prompt],
-        params=(request.params,),
+        prompts=[text.prompt],
+        params=(text.params,),
         rows=global_arrays.put(rows, row.rows.limits.sharding),
     )
 

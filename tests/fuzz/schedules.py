@@ -19,10 +19,9 @@ import magicjax
 from magicjax.decoding import program_cache
 from magicjax.decoding.decoder import Decoder
 from magicjax.decoding.request import Request
-from magicjax.decoding.text import NewTokens
+from magicjax.decoding.text import NewTokens, Text
 from magicjax.engine.handle import Handle
-from magicjax.engine.request import EngineRequest
-from magicjax.engine.templates import row_sampling
+from magicjax.engine.templates import row_of_text
 from tests.fuzz import checks
 from tests.fuzz.batches import prompt as random_prompt
 from tests.fuzz.checks import UNIT, WHOLE, Found
@@ -197,7 +196,7 @@ def _run(session: Session, unit: int, found: Found) -> int:
         found.ends[result.finish_reason] += 1
         found.ends["reused"] += result.stats.reused_tokens > 0
         found.compare(UNIT * unit + row, _check, session, one)
-    whole = [np.concatenate([a.handle.request.prompt, a.handle.result().tokens]) for a in asked]
+    whole = [np.concatenate([a.handle.prompt, a.handle.result().tokens]) for a in asked]
     session.texts = [*session.texts, *whole][-8:]
     return 0
 
@@ -242,7 +241,7 @@ def _prompt(rng, session: Session) -> np.ndarray:
     """Returns a new prompt, or one that begins like an earlier text or is such a text."""
     vocab, width = session.target.config.vocab_size, session.made.width
     new = random_prompt(rng, int(rng.integers(1, width + 1)), vocab)
-    waiting = [handle.request.prompt for handle in session.engine.unfinished]
+    waiting = [handle.prompt for handle in session.engine.unfinished]
     earlier = [*session.texts, *waiting]
     if not earlier or rng.random() < 0.4:
         return new
@@ -302,8 +301,8 @@ def _check_idle(session: Session) -> None:
 
 def _check(session: Session, one: Asked) -> int:
     """Asserts that a finished request has its text alone, or the right beginning of it."""
-    result, request, target = one.handle.result(), one.handle.request, session.target
-    tokens, reason, stops = result.tokens, result.finish_reason, request.params.stop
+    result, asked, target = one.handle.result(), one.handle.text, session.target
+    tokens, reason, stops = result.tokens, result.finish_reason, asked.params.stop
     one.pieces += one.handle.arrived()
     arrived = [new.tokens for new in one.pieces]
     np.testing.assert_array_equal(np.concatenate([[], *arrived]), tokens)
@@ -315,22 +314,22 @@ def _check(session: Session, one: Asked) -> int:
     assert (reason == "stop") == bool(ends), f"{reason}, stop strings {stops}: {text}"
     assert result.text == text[: min(ends, default=None)]
     if reason in ("eos", "length"):
-        checks.end(tokens, request.max_tokens, session.eos)
+        checks.end(tokens, asked.limit, session.eos)
         assert (reason == "eos") == (tokens[-1] in session.eos), reason
     else:
         is_eos = np.isin(tokens, session.eos)
         assert not is_eos[: -1 if reason == "stop" else None].any(), f"{reason}: {tokens}"
-        assert len(tokens) <= request.max_tokens - (reason != "stop")
-    if (count := request.params.logprobs) is not None and len(tokens):
-        test_logprobs.check(target, request.prompt, tokens, result.logprobs, count)
-    return _check_tokens(session, request, tokens) if len(tokens) else 0
+        assert len(tokens) <= asked.limit - (reason != "stop")
+    if (count := asked.params.logprobs) is not None and len(tokens):
+        test_logprobs.check(target, asked.prompt, tokens, result.logprobs, count)
+    return _check_tokens(session, asked, tokens) if len(tokens) else 0
 
 
-def _check_tokens(session: Session, request: EngineRequest, tokens) -> int:
-    target, prompt, limit = session.target, request.prompt, request.max_tokens
-    if request.params.greedy:
+def _check_tokens(session: Session, asked: Text, tokens) -> int:
+    target, prompt, limit = session.target, asked.prompt, asked.limit
+    if asked.params.greedy:
         return checks.greedy(target, prompt, tokens)
-    sampling = row_sampling(session.engine.config, request.params)
+    sampling = row_of_text(session.engine._templates, asked).rows.sampling
     (how,) = checks.samplers(sampling, [prompt])
     if session.alone is None:
         return checks.sampled(target, prompt, tokens, how)

@@ -90,7 +90,7 @@ def rows_of(engine: magicjax.Engine) -> tuple[object, list[np.ndarray]]:
     state = dataclasses.replace(engine._state, rows=None, rounds=None, max_rounds=None)
     state = jax.tree.map(lambda x: np.array(x)[slots], state)
     texts = [
-        np.concatenate([engine._scheduler.running[slot].request.prompt, output[:emitted]])
+        np.concatenate([engine._scheduler.running[slot].prompt, output[:emitted]])
         for slot, output, emitted in zip(slots, state.output, state.emitted, strict=True)
     ]
     return state, texts

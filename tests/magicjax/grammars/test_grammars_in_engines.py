@@ -61,7 +61,7 @@ def test_requests_with_and_without_grammars_get_their_texts_alone(name):
         if result.finish_reason == "cancelled":
             whole = whole[: len(result.tokens)]
         np.testing.assert_array_equal(result.tokens, whole)
-        assert handle.request.matcher is None  # not kept by those who keep handles
+        assert handle.text.matcher is None  # not kept by those who keep handles
     reasons = [handle.result().finish_reason for handle, *_ in handles]
     assert {"eos", "length"} <= {*reasons}
 
