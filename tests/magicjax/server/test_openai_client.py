@@ -140,7 +140,8 @@ def test_lines_of_a_stream_end_at_line_feeds_only(target, server):
     ends = "a\u0085b\u2028c\u2029d"
     body = dict(prompt="x", max_tokens=40, temperature=0, stream=True)
     body["response_format"] = {"type": "regex", "regex": ends}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
+    url, seconds = f"{server.url}/v1/completions", serving.SECONDS
+    with httpx.stream("POST", url, json=body, timeout=seconds) as answer:
         lines = [line for line in answer.iter_lines() if line]
     assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"
     pieces = [json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1]]
