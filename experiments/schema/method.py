@@ -45,8 +45,8 @@ class Method(Strict):
     the fastest after a short trial, plain decoding if none is faster. Options such as policy and
     budget are written in this text, or as keys of the method, which may have lists of values."""
     drafters: list[str] = Field([])
-    """With drafter=auto, the drafters to try. If not set: several caches of the target, prompt lookup
-    and suffix lookup."""
+    """With drafter=auto, the drafters to try. If not set: several caches of the target, prompt
+    lookup and suffix lookup."""
     profile: str = ""
     """With drafter=auto, the device: a file of `magicjax calibrate` or a preset. If not set: the
     file that calibrate writes."""

@@ -100,5 +100,5 @@ def test_the_next_process_reads_the_programs_of_the_first(directory, tmp_path):
     assert {name.split("-")[0] for name in stored[0]} >= {
         "jit_prefill",
         "jit_init_state",
-        "jit_step",
+        "jit_decode",
     }

@@ -6,12 +6,12 @@ import hypothesis.strategies as st
 import jax
 import pytest
 from hypothesis import given
-from magicjax.decoding.runner import state_shapes
 
 import magicjax
 import models
 from magicjax import loading, placement
 from magicjax.decoding import footprint, memory
+from magicjax.decoding.decoder import Decoder
 from magicjax.kv_cache.pages import PageBounds
 from magicjax.prediction.aot import aot_compile
 from sharding import abstract_mesh, part_bytes
@@ -50,7 +50,7 @@ def keys_and_values(state) -> int:
 def test_the_bytes_are_those_of_the_arrays_on_each_device(case):
     load = dataclasses.replace(LOAD, **WORKLOADS[case])
     request = aot_compile.abstract_request(load, abstract_mesh(*load.mesh_size))
-    counted, state = memory.count(request), state_shapes(request)
+    counted, state = memory.count(request), Decoder(request).state_shapes()
     assert counted.target_kv == part_bytes((state.cache.k, state.cache.v))
     assert counted.draft_kv == keys_and_values(state)
     assert counted.weights == part_bytes(request.target.params) and not counted.streamed

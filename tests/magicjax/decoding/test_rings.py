@@ -170,10 +170,10 @@ def test_tokens_after_a_stop_string_have_left_the_ring(monkeypatch):
     running, text = engine("plain", chunk=32), prompts()[1][:180]
     deliver = Handle.deliver
 
-    def cut(handle, tokens, logprobs, now):
-        left = 10 - len(handle.tokens)
-        deliver(handle, tokens[:left], logprobs, now)
-        return len(tokens) >= left
+    def cut(handle, tokens, logprobs, ended, now):
+        deliver(handle, tokens[:10], logprobs, False, now)
+        if len(tokens) >= 10:
+            handle.text.finish("stop")
 
     with monkeypatch.context() as patched:
         patched.setattr(Handle, "deliver", cut)

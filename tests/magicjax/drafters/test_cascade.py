@@ -288,7 +288,6 @@ REFUSED = {
         ),
         "mixes draws with and without replacement",
     ),
-    "auto": (lambda: magicjax.Auto([of()]), "the cost of Cascade is not modelled: use SelfSpec"),
 }
 
 

@@ -14,7 +14,7 @@ import magicjax
 import models
 from magicjax import EngineConfig, SamplingParams
 from magicjax.decoding import program_cache, slots
-from magicjax.decoding.decoder import Decoder
+from magicjax.decoding.decoder import Clock, Decoder
 from magicjax.engine import speculation
 from magicjax.engine.templates import make_templates, validated
 from magicjax.prediction import hlo
@@ -84,7 +84,7 @@ def served(case: str, mesh: list[int] | None, **options) -> dict:
         if len(texts) > 1 and not rows:
             engines.check_state(state, texts, templates.row.target, drafter)
             rows = len(texts)
-        if handles[2]._tokens and not handles[2].finished:
+        if len(handles[2].tokens) and not handles[2].finished:
             handles[2].cancel()
     assert late.result().finish_reason == "deadline" and running._ended.all()
     return dict(
@@ -387,7 +387,7 @@ def test_a_loop_for_some_slots_copies_no_cache(tree):
     templates = make_templates(wide_model(WIDE), small, tree, config, None)
     request, state = templates.slots, Decoder(templates.slots).state_shapes()
     assert speculation.batch_sizes(request, 8) == (1, 4, 8)
-    loop = speculation.variant(request, request.settings, 4).compiled(state)
+    loop = speculation.decoder(request, request.settings, 4, Clock(), {}).loop(state, "any")
     caches = {"target": state.cache.k[0].size, "draft": state.drafter.cache.k[0].size}
     of_part = {f"part of {name}": size // 2 for name, size in caches.items()}
     assert moved_caches(loop, caches | of_part) == {}

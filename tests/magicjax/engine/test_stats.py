@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from magicjax.decoding.controller import Probes
+from magicjax.decoding.decoder import Clock
 from magicjax.decoding.text import Result
 from magicjax.engine.handle import RequestStats
 from magicjax.engine.stats import WINDOW, Counters, EngineStats, Percentiles
@@ -22,7 +23,7 @@ def result(reason: str = "length", **times) -> Result:
 
 
 def stats(counters: Counters) -> EngineStats:
-    return counters.stats(SCHEDULER, STORE, 0, Probes())
+    return counters.stats(SCHEDULER, STORE, Clock(), 0, Probes())
 
 
 def test_percentiles_are_those_of_the_newest_values():

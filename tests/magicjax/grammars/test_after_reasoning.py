@@ -135,7 +135,7 @@ def test_streams_and_engines_do_the_same():
     handles = [engine.submit(*each) for each in zip(prompts("added"), params, strict=True)]
     engine.run()
     for row in rows:
-        streamed = np.concatenate([pieces[row] for pieces in rounds])
+        streamed = np.concatenate([pieces[row].tokens for pieces in rounds])
         np.testing.assert_array_equal(streamed, expected("added", row))
         result = handles[row].result()
         np.testing.assert_array_equal(result.tokens, expected("added", row))

@@ -103,7 +103,7 @@ def test_refusals(eight, checkpoint):
         "has 2 stages, and the mesh has 1",
         "load it with stages=1",
         "PyramidKV gives layers different budgets",
-        "the cost model does not support pipeline stages",
+        "which pipeline stages do not support",
         "stage=2 with an offloaded target is not supported",
         "offload=True on a mesh with stages is not supported",
         "stages=1 requires a mesh",
