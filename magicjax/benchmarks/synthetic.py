@@ -133,7 +133,6 @@ def synthetic_state(request: Request) -> loop.DecodeState:
         rows=rows,
         emitted=jnp.ones_like(rows.limits),
         rounds=jnp.int32(0),
-        max_rounds=jnp.int32(loop.ALL_ROUNDS),
     )
 
 

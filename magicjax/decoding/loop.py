@@ -76,7 +76,6 @@ class DecodeState:
       nodes: int32 [B], number of proposed nodes without padding and roots.
       rounds: int32 [], number of rounds since the newest call of `decode` began; on a mesh the
         largest number of any group.
-      max_rounds: int32 [], the most rounds of a call of `decode`.
       logprobs: [B, max_tokens + A], of the tokens in `output`; None if they are not computed.
     """
 
@@ -91,7 +90,6 @@ class DecodeState:
     ranks: Int[Array, "B A W"]
     nodes: Int[Array, "B"]
     rounds: Int[Array, ""]
-    max_rounds: Int[Array, ""]
     logprobs: LogProbs | None
 
 
@@ -221,7 +219,6 @@ def init_state(
         ranks=jnp.zeros((batch, path, max(1, settings.shape.width)), jnp.int32),
         nodes=jnp.zeros(batch, jnp.int32),
         rounds=jnp.zeros((), jnp.int32),
-        max_rounds=jnp.full((), ALL_ROUNDS, jnp.int32),
         logprobs=jax.tree.map(buffer, prefilled.logprobs),
     )
 
@@ -401,7 +398,11 @@ def _logprobs_if_wanted(
 
 
 def decode(
-    settings: Settings, target: Model, drafter: Drafter | None, state: DecodeState
+    settings: Settings,
+    target: Model,
+    drafter: Drafter | None,
+    state: DecodeState,
+    max_rounds: Int[Array, ""],
 ) -> DecodeState:
     """Returns the state after all rows have ended or `max_rounds` rounds have run.
 
@@ -412,7 +413,7 @@ def decode(
     def goes_on(state):
         return ~state.ended.all()
 
-    return run_while(goes_on, settings, target, drafter, state)
+    return run_while(goes_on, settings, target, drafter, state, max_rounds)
 
 
 def run_while(
@@ -421,11 +422,12 @@ def run_while(
     target: Model,
     drafter: Drafter | None,
     state: DecodeState,
+    max_rounds: Int[Array, ""],
 ) -> DecodeState:
     """Returns the state after `max_rounds` rounds, or when the condition on it is false."""
 
     def running(state):
-        return target.layout.any_running(condition(state)) & (state.rounds < state.max_rounds)
+        return target.layout.any_running(condition(state)) & (state.rounds < max_rounds)
 
     state = dataclasses.replace(state, rounds=jnp.zeros_like(state.rounds))
 

@@ -32,7 +32,7 @@ def insert(
 ) -> DecodeState:
     """Returns the state with row `slot` replaced by the row of another request.
 
-    The rows share `rounds` and `max_rounds`, which do not change. Groups of devices without
+    The rows share `rounds`, which does not change. Groups of devices without
     the slot write nothing.
 
     Args:
@@ -48,8 +48,7 @@ def insert(
         if drafter is not None:
             drafter_state = drafter.insert(state.drafter, row.drafter, index)
         rows = insert_row(_per_row(state), _per_row(row), index)
-        shared = dict(rounds=state.rounds, max_rounds=state.max_rounds)
-        return dataclasses.replace(rows, drafter=drafter_state, **shared)
+        return dataclasses.replace(rows, drafter=drafter_state, rounds=state.rounds)
 
     if not settings.data_axes:
         return write(state)
@@ -57,7 +56,11 @@ def insert(
 
 
 def decode_until_row_ends(
-    settings: Settings, target: Model, drafter: Drafter | None, state: DecodeState
+    settings: Settings,
+    target: Model,
+    drafter: Drafter | None,
+    state: DecodeState,
+    max_rounds: Int[Array, ""],
 ) -> DecodeState:
     """Returns the state after a row has ended, or after `max_rounds`; another can take its slot.
 
@@ -70,7 +73,7 @@ def decode_until_row_ends(
     def goes_on(state):
         return (state.ended == before).all() & ~state.ended.all()
 
-    part = run_while(goes_on, settings, target, drafter, part)
+    part = run_while(goes_on, settings, target, drafter, part, max_rounds)
     return part if settings.rows is None else with_first_rows(state, part)
 
 
@@ -82,9 +85,8 @@ def first_rows(state: DecodeState, rows: int) -> DecodeState:
             return dataclasses.replace(x, lengths=x.lengths[:rows])
         return x[:rows]
 
-    shared = dict(rounds=state.rounds, max_rounds=state.max_rounds)
-    part = jax.tree.map(first, _without_shared(state), is_leaf=_is_cache)
-    return dataclasses.replace(part, **shared)
+    part = jax.tree.map(first, _without_rounds(state), is_leaf=_is_cache)
+    return dataclasses.replace(part, rounds=state.rounds)
 
 
 def with_first_rows(state: DecodeState, part: DecodeState) -> DecodeState:
@@ -95,9 +97,8 @@ def with_first_rows(state: DecodeState, part: DecodeState) -> DecodeState:
             return dataclasses.replace(new, lengths=put(old.lengths, new.lengths))
         return jax.lax.dynamic_update_slice_in_dim(old, new, 0, 0)
 
-    shared = dict(rounds=part.rounds, max_rounds=part.max_rounds)
-    rows = _without_shared(state), _without_shared(part)
-    return dataclasses.replace(jax.tree.map(put, *rows, is_leaf=_is_cache), **shared)
+    rows = _without_rounds(state), _without_rounds(part)
+    return dataclasses.replace(jax.tree.map(put, *rows, is_leaf=_is_cache), rounds=part.rounds)
 
 
 def _is_cache(x: Any) -> bool:
@@ -135,11 +136,10 @@ def _in_group(
     return jnp.clip(index, 0, slots - 1), (index >= 0) & (index < slots)
 
 
-def _without_shared(state: DecodeState) -> Any:
-    """Returns the state without what its rows share."""
-    shared: Any = dict(rounds=None, max_rounds=None)
-    return dataclasses.replace(state, **shared)
+def _without_rounds(state: Any) -> Any:
+    """Returns the state without the count that its rows share."""
+    return dataclasses.replace(state, rounds=None)
 
 
 def _per_row(state: DecodeState) -> Any:
-    return dataclasses.replace(_without_shared(state), drafter=None)
+    return dataclasses.replace(_without_rounds(state), drafter=None)

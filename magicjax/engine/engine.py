@@ -326,13 +326,13 @@ class Engine:
         rows = next(n for n in sizes if n > max(live, default=0))
         decoder = self._decoder(controller.arm, rows)
         s = decoder.decode(self._state, rounds, until="any", matchers=matchers)
-        seconds, rounds = self._clock.newest_s, int(global_arrays.fetch(s.rounds))
+        seconds = self._clock.newest_s
         simulated = {}
         if len(self._loops) > 1 and slots.drafter is not None:
             simulated = speculation.simulated(slots.drafter, s.drafter)
-        emitted, output, ended, histogram, nodes, simulated = global_arrays.fetch(
-            (s.emitted, s.output, s.ended, s.histogram, s.nodes, simulated)
-        )
+        counted = s.rounds, s.emitted, s.output, s.ended, s.histogram, s.nodes, simulated
+        ran, emitted, output, ended, histogram, nodes, simulated = global_arrays.fetch(counted)
+        rounds = int(ran)
         self._state = s
         self._stall.count_rounds(rounds, seconds)
         chunk = self._templates.prefill_rule.chunk

@@ -12,7 +12,7 @@ from jaxtyping import Int
 
 from magicjax import placement
 from magicjax.decoding import memory
-from magicjax.decoding.decoder import Decoder, with_rounds
+from magicjax.decoding.decoder import Decoder
 from magicjax.decoding.loop import DecodeState
 from magicjax.decoding.preparation import (
     capacity_of,
@@ -267,8 +267,7 @@ def empty_state(templates: Templates) -> DecodeState:
     shapes = dataclasses.replace(Decoder(slots).state_shapes(), **placed)
     ended = global_arrays.put(np.ones(templates.config.slots, bool), slots.rows.limits.sharding)
     rows = jax.tree.map(jnp.copy, slots.rows.without_prompts())  # programs donate the state
-    state = dataclasses.replace(_zeros(shapes), rows=rows, ended=ended)
-    return with_rounds(state, templates.config.rounds_per_step)
+    return dataclasses.replace(_zeros(shapes), rows=rows, ended=ended)
 
 
 def empty_row(templates: Templates) -> tuple[KVCache, Any]:

@@ -156,7 +156,7 @@ def _check_caches(target, batch: Batch, options: dict[str, Any]) -> None:
     )
     decoder = Decoder(request)
     state = decoder.decode(decoder.start())
-    state = dataclasses.replace(state, rows=None, rounds=None, max_rounds=None)
+    state = dataclasses.replace(state, rows=None, rounds=None)
     state = jax.tree.map(np.array, state)
     texts = [
         np.concatenate([prompt, output[:emitted]])

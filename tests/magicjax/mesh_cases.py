@@ -263,7 +263,7 @@ def exchanged(case: str, mesh: list[int]) -> dict:
         **options,
     )
     state = Decoder(request).state_shapes()
-    arguments = (request.target, request.drafter, state)
+    arguments = (request.target, request.drafter, state, state.rounds)
     program = program_cache.program("decode", request.settings, *arguments)
     text = program.as_text()
     keys = state.cache.k[0]

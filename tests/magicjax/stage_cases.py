@@ -30,7 +30,7 @@ def exchanged(case: str, mesh: list[int], micro_batches: int, layers: int) -> di
         **options,
     )
     state = Decoder(request).state_shapes()
-    arguments = (request.target, request.drafter, state)
+    arguments = (request.target, request.drafter, state, state.rounds)
     program = program_cache.program("decode", request.settings, *arguments)
     text, keys = program.as_text(), state.cache.k[0]
     found = hlo.collectives(text, mesh[0] * mesh[1])

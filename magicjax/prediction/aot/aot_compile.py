@@ -181,7 +181,7 @@ def compile_ahead(program: str, request: Request) -> jax.stages.Compiled:
         arguments = request.target, request.drafter, *prefilled, request.rows
     if program == "decode":
         state = program_cache.result_shapes("init", settings, arguments)
-        arguments = request.target, request.drafter, state
+        arguments = request.target, request.drafter, state, state.rounds
     options = offloading.xla_options("gpu", arguments)
     assert request.settings.mesh is not None  # `abstract_request` sets it
     device = request.settings.mesh.devices.flat[0]

@@ -159,7 +159,8 @@ def decode_program(request, state):
     def run(*arguments):
         return loop.decode(request.settings, *arguments)
 
-    return jax.jit(run, donate_argnums=2).lower(request.target, request.drafter, state).compile()
+    arguments = request.target, request.drafter, state, state.rounds
+    return jax.jit(run, donate_argnums=2).lower(*arguments).compile()
 
 
 def moved_caches(program, sizes: dict[str, int]) -> dict[str, collections.Counter]:
@@ -173,8 +174,7 @@ def moved_caches(program, sizes: dict[str, int]) -> dict[str, collections.Counte
 def test_the_loop_copies_no_cache_and_needs_little_memory_beside_them(name):
     request = request_of(name)
     state = Decoder(request).state_shapes()
-    arguments = (request.target, request.drafter, state)
-    program = program_cache.program("decode", request.settings, *arguments)
+    program = Decoder(request).loop(state)
     sizes = sizes_of(request, state)
     assert len(set(sizes.values())) == len(sizes)
     moved = moved_caches(program, sizes)
@@ -199,8 +199,7 @@ def test_the_loop_copies_no_ring(drafter):
     options = dict(drafter=drafter, tree=tree, max_tokens=32, eos_token_id=tiny.NEVER)
     request = keywords.prepare(shaped(config), [np.zeros(PROMPT, np.int32)] * 2, **options)
     state = Decoder(request).state_shapes()
-    arguments = (request.target, request.drafter, state)
-    program = program_cache.program("decode", request.settings, *arguments)
+    program = Decoder(request).loop(state)
     sizes = {f"layer {i}": keys.size for i, keys in enumerate(state.cache.k)}
     assert sizes["layer 0"] < sizes["layer 1"] / 9
     assert moved_caches(program, sizes) == {}
@@ -275,8 +274,8 @@ def test_predicted_bytes_are_those_of_the_caches(name):
 @pytest.mark.parametrize("name", quick(DRAFTS, "small_tree", "h2o_refreshed"))
 def test_a_programs_arguments_are_the_weights_and_the_caches(name):
     request = request_of(name)
-    arguments = (request.target, request.drafter, Decoder(request).state_shapes())
-    program = program_cache.program("decode", request.settings, *arguments)
+    state = Decoder(request).state_shapes()
+    arguments, program = (request.target, request.drafter, state), Decoder(request).loop(state)
     weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arguments[:2]))
     counted = weights + sum(request.kv_bytes)
     found = program.memory_analysis().argument_size_in_bytes

@@ -37,7 +37,7 @@ def programs(request) -> Iterator[tuple]:
     )
     yield "init", settings, arguments
     state = program_cache.result_shapes("init", settings, arguments)
-    yield "decode", settings, (request.target, request.drafter, state)
+    yield "decode", settings, (request.target, request.drafter, state, state.rounds)
 
 
 def sizes(monkeypatch, name: str, layers: int) -> dict[str, int]:

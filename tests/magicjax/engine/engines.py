@@ -87,7 +87,7 @@ def expected(index: int) -> np.ndarray:
 def rows_of(engine: magicjax.Engine) -> tuple[object, list[np.ndarray]]:
     """Returns the state of the rows that are decoded, as numpy, and their texts so far."""
     slots = sorted(engine._scheduler.running)
-    state = dataclasses.replace(engine._state, rows=None, rounds=None, max_rounds=None)
+    state = dataclasses.replace(engine._state, rows=None, rounds=None)
     state = jax.tree.map(lambda x: np.array(x)[slots], state)
     texts = [
         np.concatenate([engine._scheduler.running[slot].prompt, output[:emitted]])

@@ -14,7 +14,7 @@ import pytest
 import magicjax
 import models
 from magicjax.cli import fit
-from magicjax.decoding import memory, program_cache
+from magicjax.decoding import memory
 from magicjax.decoding.decoder import Decoder
 from magicjax.parallel import offloading
 from magicjax.parallel.layouts import Offloaded
@@ -115,8 +115,8 @@ def loop(target, drafter=None, tree=None):
         backend="xla",
         put=None,
     )
-    arguments = (request.target, request.drafter, Decoder(request).state_shapes())
-    return program_cache.program("decode", request.settings, *arguments)
+    decoder = Decoder(request)
+    return decoder.loop(decoder.state_shapes())
 
 
 def streamed_bytes(compiled, **draft) -> int:
