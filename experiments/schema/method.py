@@ -105,7 +105,7 @@ class Method(Strict):
         if self.options:
             names = ", ".join(self.options)
             raise ValueError(f"{names} has no effect with drafter=auto: write it in drafters")
-        tried = [spec.make_one(spec.parse_one(text), named) for text in self.drafters]
+        tried = [spec.make_drafter(text, named) for text in self.drafters]
         for tree in self._trees:
             make_auto(tried, self.profile, tree)
 
