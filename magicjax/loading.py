@@ -111,7 +111,7 @@ def _load(
     form = models.parse_weights(weights)
     if mesh is not None and isinstance(source.config, models.EagleConfig):
         stages = 1  # every device has the whole head
-    stages = _checked_stages(stages, shards, mesh, offload)
+    stages = _validated_stages(stages, shards, mesh, offload)
     sharding_of = None
     if mesh is not None:
         formats = source.matrix_formats(form, alike=offload or stages > 1)
@@ -259,7 +259,7 @@ def _laid_out(
     return checkpoint.params, Resident()
 
 
-def _checked_stages(
+def _validated_stages(
     stages: int | None, shards: int | None, mesh: Mesh | None, offload: bool
 ) -> int:
     """Returns the number of stages that divide the layers."""
@@ -344,7 +344,7 @@ def skeleton(
 ) -> Model:
     """Returns the model of a source without weights.
 
-    Requests are validated with it (`magicjax.decoding.preparation.validate`), and then
+    Requests are validated with it (`magicjax.decoding.preparation.validated_request`), and then
     `with_weights` loads it. The blocks of an offloaded model are shapes.
 
     Args:

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from magicjax.trees.token_tree import Shape, Tree
+from magicjax.trees.token_tree import Tree, TreeShape
 from sharding import DATA, AnyMesh
 
 
@@ -56,7 +56,7 @@ class Settings:
     """
 
     tree: Tree
-    shape: Shape
+    shape: TreeShape
     verifier: str
     capacity: int
     chunk: int
@@ -87,11 +87,11 @@ class Settings:
         """
         return dataclasses.replace(self, tree=tree)._with_shape(tree.shape)
 
-    def with_member_trees(self, trees: tuple[Tree, ...], shape: Shape) -> "Settings":
+    def with_member_trees(self, trees: tuple[Tree, ...], shape: TreeShape) -> "Settings":
         """Returns the same for the trees of an ensemble's members; `shape` is the ensemble's."""
         return dataclasses.replace(self, member_trees=trees)._with_shape(shape)
 
-    def _with_shape(self, shape: Shape) -> "Settings":
+    def _with_shape(self, shape: TreeShape) -> "Settings":
         verifier = self.verifier
         if shape.num_nodes == 1 and verifier != "greedy":
             verifier = "naive"  # the other rules need draws

@@ -68,14 +68,14 @@ def explain_unknown[Call: Callable](call: Call) -> Call:
     known = _arguments[name] = tuple(inspect.signature(call).parameters)
 
     @functools.wraps(call)
-    def checked(*args: Any, **given: Any) -> Any:
+    def wrapper(*args: Any, **given: Any) -> Any:
         for unknown, value in given.items():
             if unknown not in known:
                 given_as = f"{unknown}={reprlib.repr(value)}"
                 raise TypeError(f"{given_as} is not an argument of {name}{_remedy(name, unknown)}")
         return call(*args, **given)
 
-    return checked  # type: ignore[return-value]
+    return wrapper  # type: ignore[return-value]
 
 
 def _remedy(call: str, unknown: str) -> str:

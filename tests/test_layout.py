@@ -58,7 +58,7 @@ NOT_IN_CORE = {"pydantic", "tyro", "yaml", "pandas", "matplotlib", "rich", "tqdm
     *("pydantic_core", "starlette", "uvicorn", "prometheus_client"),
 }
 SERVER = "magicjax/server/"  # needs the extra `serve`; `magicjax serve` imports it when it runs,
-SERVER_OPTIONS = "magicjax/server/options.py"  # except for this file
+SERVER_CONFIG = "magicjax/server/config.py"  # except for this file
 
 
 def sources(folders: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -147,14 +147,14 @@ def run_on_import(tree: ast.AST) -> Iterator[ast.AST]:
 
 def heavy_imports(path: str, text: str) -> list[str]:
     """Returns the packages missing on a bare image that a file imports when it is imported."""
-    if path.startswith(SERVER) and path != SERVER_OPTIONS:
+    if path.startswith(SERVER) and path != SERVER_CONFIG:
         return []
     return [
         f"{path}:{node.lineno}: imports {name}"
         for node in run_on_import(ast.parse(text))
         for name in imported(node, path)
         if name.split(".")[0] in NOT_IN_CORE
-        or (unit_of(name) == "magicjax.server" and not name.startswith("magicjax.server.options."))
+        or (unit_of(name) == "magicjax.server" and not name.startswith("magicjax.server.config."))
     ]
 
 

@@ -27,7 +27,7 @@ class Module:
 
 
 @dataclasses.dataclass(frozen=True)
-class Text:
+class TokenizedCorpus:
     """A tokenized corpus.
 
     Attributes:
@@ -112,13 +112,13 @@ def encode(tokenizer: Tokenizer, modules: list[Module], end: int | None = None) 
 
 def read(
     tokenizer: Tokenizer, end: int | None = None, root: str | pathlib.Path | None = None
-) -> Text:
+) -> TokenizedCorpus:
     """Returns the tokens of the modules below `root` (None: of the standard library), split."""
     modules = library(root)
     trained_on, held_out = split(modules)
     held_out_tokens = encode(tokenizer, held_out, end)
     size = sum(len(module.text.encode()) for module in held_out)
-    return Text(
+    return TokenizedCorpus(
         train=encode(tokenizer, trained_on, end),
         held_out=held_out_tokens,
         bytes_per_token=size / max(1, len(held_out_tokens)),

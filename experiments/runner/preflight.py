@@ -14,7 +14,7 @@ from experiments import prompts
 from experiments.schema import grid
 from experiments.schema.fields import ConfigError
 from magicjax.decoding import memory
-from magicjax.decoding.preparation import PREFILL_TOKENS, validate
+from magicjax.decoding.preparation import PREFILL_TOKENS, validated_request
 from magicjax.decoding.request import Request
 from magicjax.engine import memory_check
 from magicjax.engine.config import EngineConfig
@@ -146,9 +146,9 @@ def check_cell(cell: grid.Cell, rows: int | None = None) -> Request | None:
     options = grid.options(cell, load)
     target = load(cell.target, **cell.storage)
     if cell.draft == "auto":
-        choosing.validated(target, text, cell.params, options)
+        choosing.validated_candidates(target, text, cell.params, options)
         return None
-    return validate(target, text, cell.params, options)
+    return validated_request(target, text, cell.params, options)
 
 
 def too_large(cells: Iterable[grid.Cell], available: float | None = None) -> dict[grid.Cell, str]:

@@ -204,7 +204,7 @@ class Bench:
         if cell.draft == "auto":  # one choice for all runs of the cell
 
             def choose() -> Any:
-                candidates = choosing.validated(target, text, cell.params, options)
+                candidates = choosing.validated_candidates(target, text, cell.params, options)
                 return choosing.choose(candidates)[0]
 
             options = dataclasses.replace(options, drafter=self._once(("choice", cell), choose))

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from experiments.schema.fields import ConfigError, checked
+from experiments.schema.fields import ConfigError, validated
 from experiments.schema.method import OPTIONS, Method
 from experiments.schema.settings import declared
 from magicjax.suggest import did_you_mean
@@ -45,7 +45,7 @@ def _combination(experiment: Any, parts: Sequence[dict[str, Any]]) -> Any:
     base = {name: getattr(experiment, name) for name in experiment.model_fields_set}
     no_axes: dict[str, Any] = {"grid": {}, "zip": [], "exclude": []}
     where = ", ".join(f"{name}={value!r}" for name, value in values.items())
-    return checked(type(experiment), base | values | no_axes, f"grid: with {where}")
+    return validated(type(experiment), base | values | no_axes, f"grid: with {where}")
 
 
 def _check(

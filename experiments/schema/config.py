@@ -28,9 +28,9 @@ from experiments.schema.fields import (
     Many,
     Positive,
     Strict,
-    checked,
     config_error,
     read_mapping,
+    validated,
 )
 from experiments.schema.method import AUTO, Method
 from experiments.schema.settings import declared, setting
@@ -363,7 +363,7 @@ def read(path: pathlib.Path) -> Experiment:
     raw = _with_base(path, ())
     raw.setdefault("name", path.stem)
     raw.setdefault("target", os.path.relpath(BUNDLED))
-    experiment = checked(Experiment, raw, str(path))  # errors of settings come first
+    experiment = validated(Experiment, raw, str(path))  # errors of settings come first
     if "methods" not in raw:
         raise ConfigError(
             f"{path}: methods is missing: list what to compare, such as methods: [{{drafter: "
@@ -486,4 +486,4 @@ def _with_axes(base: Experiment, grid: dict[str, list[Any]], others: list[str]) 
     if changes == {"grid": base.grid, "zip": base.zip}:
         return base
     settings = {name: getattr(base, name) for name in base.model_fields_set}
-    return checked(Experiment, settings | changes, "command line")
+    return validated(Experiment, settings | changes, "command line")

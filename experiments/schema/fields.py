@@ -74,7 +74,7 @@ def read_mapping(path: pathlib.Path) -> dict[str, Any]:
     return raw
 
 
-def checked[Settings: BaseModel](kind: type[Settings], raw: dict, source: str) -> Settings:
+def validated[Settings: BaseModel](kind: type[Settings], raw: dict, source: str) -> Settings:
     """Returns validated settings; `source`, where they come from, starts the error message.
 
     Raises:

@@ -28,7 +28,7 @@ from experiments.schema.settings import columns_of, declared
 from magicjax.decoding.request import RequestOptions
 from magicjax.drafters import spec
 from magicjax.sources import Source
-from magicjax.trees.token_tree import ROOT_ONLY, Shape
+from magicjax.trees.token_tree import ROOT_ONLY, TreeShape
 from sharding import parse_mesh
 
 _Settings: Any = dataclasses.make_dataclass(
@@ -105,7 +105,7 @@ class Cell(_Settings):
         return self.requests or self.batch
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> TreeShape:
         """The bounds of the tree of a round."""
         if self.is_plain:
             return ROOT_ONLY.shape

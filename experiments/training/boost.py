@@ -59,7 +59,7 @@ class Material:
 
     target: models.Checkpoint
     tokenizer: Any
-    text: corpus.Text
+    text: corpus.TokenizedCorpus
     modules: list[nn.Module]
     starts: list[Any] | None
     vocab_map: Int[np.ndarray, "V"] | None = None
@@ -146,7 +146,7 @@ def _start(path: str, target: models.Checkpoint, tokenizer: Any) -> models.Check
     return small
 
 
-def check_sizes(settings: Boosting, text: corpus.Text, max_positions: int) -> None:
+def check_sizes(settings: Boosting, text: corpus.TokenizedCorpus, max_positions: int) -> None:
     """Raises ConfigError if the text is too short, or a window too long for a draft."""
     available, labelled = len(text.train), settings.labelled_tokens
     if available < labelled:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from experiments.schema.fields import Many, Positive, Strict, checked, read_mapping
+from experiments.schema.fields import Many, Positive, Strict, read_mapping, validated
 from experiments.schema.paths import from_working_directory
 from experiments.training.generated_text import Generated
 from experiments.training.trainer import Schedule
@@ -91,4 +91,4 @@ def read(path: pathlib.Path) -> Boosting:
       ConfigError: the file is not a mapping, has an unknown key, or a value out of range.
     """
     raw = from_working_directory(read_mapping(path), path.parent, ("target",))
-    return checked(Boosting, raw, str(path))
+    return validated(Boosting, raw, str(path))

@@ -24,7 +24,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 import models
-from experiments.schema.fields import ConfigError, Positive, Strict, checked, read_mapping
+from experiments.schema.fields import ConfigError, Positive, Strict, read_mapping, validated
 from experiments.schema.paths import from_working_directory
 from experiments.training import export, recording, trainer
 from experiments.training.eagle_loss import HeadLoss, frozen_of, modules_of
@@ -89,7 +89,7 @@ def read(path: pathlib.Path) -> Recipe:
       ConfigError: the file is not a mapping, has an unknown key, or a value out of range.
     """
     raw = from_working_directory(read_mapping(path), path.parent, ("target",))
-    return checked(Recipe, raw, str(path))
+    return validated(Recipe, raw, str(path))
 
 
 def train(recipe: Recipe, work: pathlib.Path, out: pathlib.Path) -> dict[str, list[float]]:

@@ -32,7 +32,7 @@ def card(
     name: str,
     module: nn.Module,
     losses: dict[int, float],
-    text: corpus.Text,
+    text: corpus.TokenizedCorpus,
     command: str,
     note: str,
 ) -> str:
@@ -69,7 +69,7 @@ def export(
     module: nn.Module,
     params,
     tokenizer: Any,
-    text: corpus.Text,
+    text: corpus.TokenizedCorpus,
     *,
     command: str,
     note: str = "",

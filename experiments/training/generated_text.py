@@ -48,7 +48,9 @@ def beginning(tokenizer: Any) -> list[int]:
     return tokenizer(text[: text.index(question)], add_special_tokens=False)["input_ids"]
 
 
-def write(source: str, dtype: str, settings: Generated, work: pathlib.Path) -> corpus.Text:
+def write(
+    source: str, dtype: str, settings: Generated, work: pathlib.Path
+) -> corpus.TokenizedCorpus:
     """Returns the text that a model writes; batch n is sampled with seed n.
 
     Every batch is stored in `work`, from which a killed run resumes.
@@ -81,7 +83,7 @@ def write(source: str, dtype: str, settings: Generated, work: pathlib.Path) -> c
     rows = np.concatenate(parts)
     is_held_out = np.arange(len(rows)) % HELD_OUT_EVERY == 0
     held_out = rows[is_held_out].ravel()
-    return corpus.Text(
+    return corpus.TokenizedCorpus(
         train=rows[~is_held_out].ravel(),
         held_out=held_out,
         bytes_per_token=len(target.tokenizer.decode(held_out).encode()) / held_out.size,

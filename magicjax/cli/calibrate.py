@@ -33,7 +33,7 @@ from magicjax.options import token_count
 from magicjax.parallel import offloading
 from magicjax.prediction import cost_model
 from magicjax.prediction.cost_model.profile import device_kind
-from magicjax.prediction.cost_model.work import Part
+from magicjax.prediction.cost_model.work import Work
 from magicjax.prediction.planner.candidates import make_draft
 from magicjax.sources import Source
 from magicjax.trees.token_tree import chain
@@ -164,7 +164,7 @@ def predicted(sizes: cost_model.Sizes, row: Timed, device: cost_model.Device) ->
     return sum(cost_model.seconds(parts, device).values()) + overhead
 
 
-def _parts(sizes: cost_model.Sizes, row: Timed, device: cost_model.Device) -> list[Part]:
+def _parts(sizes: cost_model.Sizes, row: Timed, device: cost_model.Device) -> list[Work]:
     """Returns the parts of the pass and of the draft steps before it."""
     passes = functools.partial(cost_model.pass_parts, sizes, cost_model.Machine(device), row.batch)
     parts = [*passes(row.nodes, row.context).values()]
@@ -174,7 +174,7 @@ def _parts(sizes: cost_model.Sizes, row: Timed, device: cost_model.Device) -> li
     return parts
 
 
-def _table(parts: Sequence[Sequence[Part]], name: str) -> Float[np.ndarray, "rows parts"]:
+def _table(parts: Sequence[Sequence[Work]], name: str) -> Float[np.ndarray, "rows parts"]:
     """Returns one attribute of all parts, padded with zeros."""
     values = [[getattr(part, name) for part in row] for row in parts]
     return np.array([*itertools.zip_longest(*values, fillvalue=0.0)]).T

@@ -11,7 +11,7 @@ from typing import Any
 
 import magicjax
 from magicjax.checks import OptionError
-from magicjax.cli import drafting, model_options, options, text
+from magicjax.cli import arg_utils, drafting, model_options, printing
 from magicjax.decoding.counts import Counts
 from magicjax.decoding.prompts import chat_tokens, token_ids
 from magicjax.decoding.text import Result
@@ -38,7 +38,7 @@ Messages = list[dict[str, str]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class AnswerStats:
     """The statistics of an answer, and the seconds of its programs."""
 
     stats: RequestStats
@@ -63,7 +63,7 @@ class Session:
     params: magicjax.SamplingParams
     target: magicjax.Model
     messages: Messages
-    answers: tuple[Answer, ...] = ()
+    answers: tuple[AnswerStats, ...] = ()
     template_kwargs: dict[str, Any] | None = None
 
 
@@ -131,7 +131,7 @@ def run(arguments: argparse.Namespace) -> None:
     drafters, trees = drafting.engine_speculation(arguments, sampled, "without --temperature")
     if not arguments.drafter and drafters and drafters.text != drafting.SERVED:
         print(f"drafter {drafters.text}; --drafter none turns it off", file=sys.stderr)
-    given = options.given(arguments, magicjax.SamplingParams)
+    given = arg_utils.given(arguments, magicjax.SamplingParams)
     params = magicjax.SamplingParams(**given | {"max_tokens": None})  # the engine has the limit
     dtype = model_options.default_dtype(arguments.backend)
     target = model_options.unloaded_target(arguments, source, dtype)
@@ -188,7 +188,7 @@ def _engine_config(
         adaptive=adaptive,
         rounds_per_step=1,  # text appears after every round
         logits_processors=True,
-        **options.given(arguments, magicjax.EngineConfig),
+        **arg_utils.given(arguments, magicjax.EngineConfig),
     )
 
 
@@ -293,8 +293,8 @@ def _answer(session: Session, message: str) -> Session:
     handle = engine.submit(prompt, session.params)
     if not session.answers:
         _note("(compiling; this happens once)")
-    display = text.Display()
-    with text.interruptible() as stop:
+    display = printing.Display()
+    with printing.interruptible() as stop:
         while not handle.finished:
             engine.step()
             if stop.is_set():
@@ -309,7 +309,7 @@ def _answer(session: Session, message: str) -> Session:
         return session
     messages.append({"role": "assistant", "content": result.text})
     seconds = after.prefill_s - before.prefill_s, after.loop_s - before.loop_s
-    answers = (*session.answers, Answer(result.stats, *seconds))
+    answers = (*session.answers, AnswerStats(result.stats, *seconds))
     return dataclasses.replace(session, messages=messages, answers=answers)
 
 
@@ -340,14 +340,14 @@ def report(session: Session) -> str:
     )
 
 
-def _summary(answers: Sequence[Answer]) -> str:
+def _summary(answers: Sequence[AnswerStats]) -> str:
     stats = [answer.stats for answer in answers]
     counts = sum(stats, Counts())
-    parts = [options.counted(sum(one.new_tokens for one in stats), "token")]
+    parts = [arg_utils.counted(sum(one.new_tokens for one in stats), "token")]
     if counts.target_passes:
         parts.append(f"{counts.emitted / sum(answer.decode_s for answer in answers):.1f} tokens/s")
         if len(counts.histogram) > 1:
             parts.append(f"tau {counts.tau:.2f}")
-    prefilled = options.counted(sum(one.prefilled_tokens for one in stats), "token")
+    prefilled = arg_utils.counted(sum(one.prefilled_tokens for one in stats), "token")
     seconds = sum(answer.prefill_s for answer in answers)
     return ", ".join([*parts, f"{prefilled} prefilled in {seconds:.3f} s"])

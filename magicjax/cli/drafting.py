@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import magicjax
-from magicjax.cli import options
+from magicjax.cli import arg_utils
 from magicjax.downloads import fetched_draft
 from magicjax.drafters.spec import (
     DRAFTER_SYNTAX,
@@ -34,24 +34,26 @@ DRAFT_VOCAB, DRAFT_TREE = 32_000, "dynamic:5,4,1"
 
 def trees(text: str) -> str | Trees:
     """Returns the trees of a --tree option, or "auto", for `argparse`."""
-    return text if text == options.AUTO else options.parsed(parse_trees, text)
+    return text if text == arg_utils.AUTO else arg_utils.parsed(parse_trees, text)
 
 
 def drafter(text: str) -> str | Drafters:
     """Returns the drafter of a --drafter option, or "auto", for `argparse`."""
-    return text if text == options.AUTO else options.parsed(parse, text)
+    return text if text == arg_utils.AUTO else arg_utils.parsed(parse, text)
 
 
 def engine_drafter(text: str) -> str | Drafters:
     """Returns the drafter of an engine's --drafter option, which can also be "none"."""
-    return text if text == options.NONE else drafter(text)
+    return text if text == arg_utils.NONE else drafter(text)
 
 
 def candidate(text: str) -> Drafters:
     """Returns the drafter of a --candidate option."""
-    if text == options.AUTO:
-        raise argparse.ArgumentTypeError(f"{options.AUTO} is not a candidate: use {DRAFTER_SYNTAX}")
-    return options.parsed(parse, text)
+    if text == arg_utils.AUTO:
+        raise argparse.ArgumentTypeError(
+            f"{arg_utils.AUTO} is not a candidate: use {DRAFTER_SYNTAX}"
+        )
+    return arg_utils.parsed(parse, text)
 
 
 def add_speculation(
@@ -90,7 +92,7 @@ def add_speculation(
 def add_adaptive_speculation(parser: Any) -> None:
     """Adds the options of drafters and trees of a command that runs an engine."""
     default = (
-        f"{options.NONE}: plain decoding; default: the downloaded draft model of the target, if "
+        f"{arg_utils.NONE}: plain decoding; default: the downloaded draft model of the target, if "
         f"there is one, else {SERVED}"
     )
     group = add_speculation(parser, default, engine_drafter)
@@ -126,29 +128,29 @@ def engine_speculation(
         drafters = [parse(default_drafter(arguments))]
         if drafters[0].text != SERVED:
             trees = trees or [parse_trees(DRAFT_TREE)]
-    if options.AUTO in drafters:
+    if arg_utils.AUTO in drafters:
         raise ValueError(
-            f"--drafter {options.AUTO} measures a single prompt: find a drafter with `magicjax "
-            f"generate --drafter {options.AUTO}`, and pass it"
+            f"--drafter {arg_utils.AUTO} measures a single prompt: find a drafter with `magicjax "
+            f"generate --drafter {arg_utils.AUTO}`, and pass it"
         )
-    if options.AUTO in trees:
+    if arg_utils.AUTO in trees:
         raise ValueError(
-            f"--tree {options.AUTO} measures a single prompt, and an engine adapts the depth of a "
-            "chain to its requests: omit --tree, or find one with `magicjax generate`"
+            f"--tree {arg_utils.AUTO} measures a single prompt, and an engine adapts the depth of "
+            "a chain to its requests: omit --tree, or find one with `magicjax generate`"
         )
-    if options.NONE in drafters:
+    if arg_utils.NONE in drafters:
         if len(drafters) > 1:
-            raise ValueError(f"--drafter {options.NONE} with another drafter: remove one of them")
+            raise ValueError(f"--drafter {arg_utils.NONE} with another drafter: remove one of them")
         drafters = []
-    check(arguments, drafters, sampled, f"with --drafter {options.NONE}", greedy)
+    check(arguments, drafters, sampled, f"with --drafter {arg_utils.NONE}", greedy)
     early = next(filter(_ends_early, trees), None)
     if drafters and not arguments.no_adaptive and early:
         raise ValueError(
             f"--tree {early.text} has min_prob, and an adaptive engine times rounds before "
             "the first request, which depend on the text: add --no-adaptive, or omit min_prob"
         )
-    effects = [("no_adaptive", drafters, f"with --drafter {options.NONE}")]
-    options.check_effects(arguments, effects)
+    effects = [("no_adaptive", drafters, f"with --drafter {arg_utils.NONE}")]
+    arg_utils.check_effects(arguments, effects)
     if sampled and drafters and not arguments.no_adaptive and arguments.verifier == "mss":
         raise ValueError(
             "--verifier mss gives a seed a text that depends on what drafts: add --no-adaptive, or "
@@ -187,7 +189,7 @@ def add_sampling(parser: Any, omitted: Sequence[str] = (), **changes: Any) -> No
     Args:
       parser: of a command.
       omitted: parameters that are no options of the command, besides those of no command.
-      **changes: as in `options.add_settings`.
+      **changes: as in `arg_utils.add_settings`.
     """
     group = parser.add_argument_group("sampling")
     group.add_argument(
@@ -197,7 +199,7 @@ def add_sampling(parser: Any, omitted: Sequence[str] = (), **changes: Any) -> No
     )
     omitted = ("grammar", "speculative", "prompt_logprobs", *omitted)
     changes |= dict(logit_bias=dict(action="append", type=_bias, metavar="TOKEN=BIAS"))
-    options.add_settings(group, magicjax.SamplingParams, omitted, **changes)
+    arg_utils.add_settings(group, magicjax.SamplingParams, omitted, **changes)
 
 
 def _bias(text: str) -> tuple[int, float]:
@@ -217,7 +219,9 @@ def resolve_sampling(arguments: argparse.Namespace, target: Source) -> None:
         that filter samples without a temperature, which can be 0.
     """
     samples = arguments.do_sample or arguments.temperature is not None
-    options.check_effects(arguments, [(name, samples, "without --temperature") for name in FILTERS])
+    arg_utils.check_effects(
+        arguments, [(name, samples, "without --temperature") for name in FILTERS]
+    )
     asked = target.sampling_defaults if arguments.do_sample else {}
     if unsupported := sorted(set(asked) - set(options_of(magicjax.SamplingParams))):
         raise ValueError(
@@ -265,7 +269,7 @@ def check(
       greedy: a phrase for when nothing is sampled.
     """
     effects: list[tuple[str, object, str]] = [("tree", drafters, without)]
-    options.check_effects(arguments, effects)
+    arg_utils.check_effects(arguments, effects)
     drawn = [each.text for each in drafters if any("draw" in x.values for x in each.parts)]
     if drawn and not sampled:
         raise ValueError(

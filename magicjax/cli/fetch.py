@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from magicjax.cli import options
+from magicjax.cli import arg_utils
 from magicjax.downloads import DOWNLOADS
 from magicjax.sources import fetch
 
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
       ValueError, OSError: invalid input, or the model cannot be downloaded.
     """
-    options.check_effects(arguments, [("from", arguments.name, "without a name")])
+    arg_utils.check_effects(arguments, [("from", arguments.name, "without a name")])
     if arguments.name:
         print(fetch(arguments.name, getattr(arguments, "from")))
         return

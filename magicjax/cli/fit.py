@@ -111,9 +111,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     model_options.check_context(Source(arguments.target), arguments.context)
     mesh = parse_mesh(arguments.mesh)
-    fields = {field.name for field in dataclasses.fields(aot_compile.Workload)}
+    fields = {field.name for field in dataclasses.fields(aot_compile.AotWorkload)}
     values = {name: value for name, value in vars(arguments).items() if name in fields}
-    load = aot_compile.Workload(**values | mesh._asdict())
+    load = aot_compile.AotWorkload(**values | mesh._asdict())
     counted = memory_estimate.count(load)
     compiled, reason = None, "--analytic"
     if not arguments.analytic:
@@ -128,8 +128,8 @@ def run(arguments: argparse.Namespace) -> int:
 def summary(load: Any, counted: Any, compiled: dict | None, memory: int) -> dict[str, Any]:
     """Returns the report: bytes per device, communication, and the largest workload that fits.
 
-    `counted` is the `memory_estimate.Estimate` of the `aot_compile.Workload`, `compiled` is the
-    report of its compilation, and `memory` the bytes of a device.
+    `counted` is the `MemoryEstimate` of the `AotWorkload`, `compiled` is the report of its
+    compilation, and `memory` the bytes of a device.
     """
     own, request = counted.footprint, counted.request
     temporary = {name: getattr(counted, name) for name in ("prefill", "init", "decode")}

@@ -15,8 +15,8 @@ import jax
 
 import magicjax
 from magicjax.checks import check_number
-from magicjax.cli import INTERRUPTED, drafting, model_options, options, text
-from magicjax.cli.options import AUTO
+from magicjax.cli import INTERRUPTED, arg_utils, drafting, model_options, printing
+from magicjax.cli.arg_utils import AUTO
 from magicjax.decoding.output import Output
 from magicjax.decoding.prompts import token_ids
 from magicjax.decoding.validation import DEFAULT_TREE
@@ -164,7 +164,7 @@ def run(arguments: argparse.Namespace) -> int:
     drafting.resolve_sampling(arguments, source)
     _check(arguments)
     if not arguments.distributed:
-        return _generate(arguments, source, text.interruptible())
+        return _generate(arguments, source, printing.interruptible())
     _join(arguments, source)
     with _silent() if jax.process_index() > 0 else contextlib.nullcontext():
         return _generate(arguments, source, contextlib.nullcontext(threading.Event()))
@@ -224,7 +224,7 @@ def _check(arguments: argparse.Namespace) -> None:
     ]
     ranks = ("coordinator", "processes", "rank")
     effects += [(name, arguments.distributed, "without --distributed") for name in ranks]
-    options.check_effects(arguments, effects)
+    arg_utils.check_effects(arguments, effects)
     sampled = arguments.temperature != 0
     drafting.check(arguments, drafters, sampled, without_drafter, "without --temperature")
 
@@ -238,7 +238,7 @@ def _generate(
     target = model_options.unloaded_target(arguments, source)
     drafter, tree = speculation(arguments)
     drafting.show_sampling_defaults(arguments, source)
-    given = options.given(arguments, magicjax.SamplingParams)
+    given = arg_utils.given(arguments, magicjax.SamplingParams)
     params = magicjax.SamplingParams(**given, grammar=_grammar(arguments))
     prompts = token_ids(target, [_prompt(arguments)])
     rounds = magicjax.stream(
@@ -255,10 +255,10 @@ def _generate(
         trees = [tree for each in arguments.tree for tree in each.parts]
         print(*trees or [DEFAULT_TREE], sep="\n")
     with interruptible as interrupted:
-        output = text.print_stream(rounds, interrupted.is_set)
+        output = printing.print_stream(rounds, interrupted.is_set)
     (result,) = output.results
     if result.logprobs is not None:
-        lines = text.log_prob_lines(target.tokenizer, result.tokens, result.logprobs)
+        lines = printing.log_prob_lines(target.tokenizer, result.tokens, result.logprobs)
         print(lines, file=sys.stderr)
     if output.choice is not None:
         print(output.choice, file=sys.stderr)
@@ -324,13 +324,13 @@ def report(output: Output) -> str:
     """Returns why the text of a run has ended, and its statistics, as a few lines of text."""
     stats, (reason,) = output.stats, output.finish_reasons
     lines = [
-        f"{options.counted(output.lengths.sum(), 'token')}, "
+        f"{arg_utils.counted(output.lengths.sum(), 'token')}, "
         f"finish_reason {FINISH_REASONS.get(reason, reason)}, backend {stats.attention_backend}"
     ]
     if stats.rounds:
         lines.append(
-            f"decoding {options.counted(stats.emitted, 'token')}: {stats.decode_s:.3f} s, "
-            f"{stats.tokens_per_s:.1f} tokens/s, {options.counted(stats.rounds, 'round')}"
+            f"decoding {arg_utils.counted(stats.emitted, 'token')}: {stats.decode_s:.3f} s, "
+            f"{stats.tokens_per_s:.1f} tokens/s, {arg_utils.counted(stats.rounds, 'round')}"
         )
     if stats.rounds and stats.acceptance_by_depth:
         lines += [
@@ -340,7 +340,7 @@ def report(output: Output) -> str:
         ]
     lines += [
         f"prefill {stats.prefill_s:.3f} s, compilation {stats.compile_s:.1f} s "
-        f"({options.counted(stats.compilations, 'program')})",
+        f"({arg_utils.counted(stats.compilations, 'program')})",
         f"KV cache: target {stats.kv_bytes_target / 1e6:.1f} MB, "
         f"draft {stats.kv_bytes_draft / 1e6:.1f} MB",
     ]

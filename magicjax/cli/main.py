@@ -87,7 +87,7 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at its end
         code = 0
     except (ValueError, OSError) as error:
-        from magicjax.cli.options import explain
+        from magicjax.cli.arg_utils import explain
 
         main_parser.exit(2, f"magicjax: {explain(error, arguments)}\n")
     except KeyboardInterrupt:

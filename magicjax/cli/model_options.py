@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from magicjax.cli import options
+from magicjax.cli import arg_utils
 from magicjax.loading import ACTIVATIONS, skeleton
 from magicjax.model import KV_DTYPES, Model
 from magicjax.sources import Source
@@ -65,7 +65,7 @@ def add_activations(parser: Any) -> None:
 
 
 def _weights(text: str) -> str:
-    return str(options.parsed(parse_weights, text))
+    return str(arg_utils.parsed(parse_weights, text))
 
 
 def default_dtype(backend: str | None) -> str | None:

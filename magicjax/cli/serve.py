@@ -13,15 +13,15 @@ from typing import Any
 
 import magicjax
 from magicjax.checks import OptionError, check_number
-from magicjax.cli import drafting, model_options, options
+from magicjax.cli import arg_utils, drafting, model_options
 from magicjax.decoding import memory, program_cache
 from magicjax.decoding.request import Request
 from magicjax.drafters.spec import Drafters, Trees, resolve
 from magicjax.engine import memory_check
-from magicjax.engine.templates import validated
+from magicjax.engine.setup import validated_row
 from magicjax.model import DTYPES, Model
 from magicjax.options import token_count
-from magicjax.server.options import ServerOptions
+from magicjax.server.config import ServerConfig
 from magicjax.sources import Source
 from magicjax.verification.logprobs import MAX_ALTERNATIVES
 from sharding import parse_mesh
@@ -89,7 +89,7 @@ def _add_engine(group: Any) -> None:
         help="decode all requests greedily, which is faster; default: requests sample, with "
         "temperature 1 unless they give another; 0 is greedy",
     )
-    options.add_settings(
+    arg_utils.add_settings(
         group,
         magicjax.EngineConfig,
         ("eos_token_id", *SET, "verifier", "backend"),
@@ -111,9 +111,9 @@ def _add_server(group: Any) -> None:
     group.add_argument(
         "--api-key-file", type=pathlib.Path, metavar="FILE", help="a file with the key alone"
     )
-    options.add_settings(
+    arg_utils.add_settings(
         group,
-        ServerOptions,
+        ServerConfig,
         api_key=dict(
             metavar="KEY",
             help=f"which requests must have; default: ${API_KEY}, which other users of the machine "
@@ -152,12 +152,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(
             f'magicjax serve requires {error.name}: pip install "magicjax[serve]"'
         ) from error
-    server_options, (drafters, trees) = _server_options(arguments), _speculation(arguments)
+    server_config, (drafters, trees) = _server_config(arguments), _speculation(arguments)
     name = arguments.served_model_name or pathlib.Path(arguments.target).resolve().name
     described, rows = _described(arguments, drafters, trees)
     with bind(arguments.host, arguments.port) as bound:
         host, port = bound.getsockname()[:2]
-        if server_options.api_key is None and not ipaddress.ip_address(host).is_loopback:
+        if server_config.api_key is None and not ipaddress.ip_address(host).is_loopback:
             _note(f"warning: anyone who reaches {host} can use the model: set ${API_KEY}")
         _note(f"loading the weights of {name}")
         begun = time.monotonic()
@@ -173,21 +173,21 @@ def run(arguments: argparse.Namespace) -> int:
         )
         form = FORMATS.get(arguments.tool_format)
         served = Served(name, described["target"], engine.config, form)
-        app = create_app(served, worker, server_options)
+        app = create_app(served, worker, server_config)
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         per_device = " on each device" if arguments.mesh else ""
-        drafter = drafters.text if drafters else options.NONE
+        drafter = drafters.text if drafters else arg_utils.NONE
         _note(
-            f"serving {name} at {url} with {options.counted(engine.config.slots, 'slot')} of "
+            f"serving {name} at {url} with {arg_utils.counted(engine.config.slots, 'slot')} of "
             f"{engine.config.capacity:,} tokens in {served.target.dtype.name}, drafter "
             f"{drafter}; memory{per_device}: {memory.describe(rows)}"
         )
-        return serve(app, worker, bound, server_options)
+        return serve(app, worker, bound, server_config)
 
 
 def _speculation(arguments: argparse.Namespace) -> tuple[Drafters | None, Trees | None]:
     """Returns (drafters, trees); raises ValueError for invalid options of speculation."""
-    options.check_effects(arguments, [("verifier", not arguments.greedy, "with --greedy")])
+    arg_utils.check_effects(arguments, [("verifier", not arguments.greedy, "with --greedy")])
     if arguments.verifier == "greedy":
         raise ValueError("--verifier greedy does not sample: use --greedy")
     return drafting.engine_speculation(arguments, not arguments.greedy, "with --greedy")
@@ -208,7 +208,7 @@ def _described(
     load = functools.partial(model_options.unloaded, arguments, dtype)
     drafter, tree = resolve(drafters, trees, load)
     config = engine_config(arguments, target, bool(drafters) and not arguments.no_adaptive)
-    config, row = validated(target, drafter, tree, config, mesh)
+    config, row = validated_row(target, drafter, tree, config, mesh)
     if arguments.slots is None and mesh is None:
         slots = memory_check.proportionate_slots(row, config)
         config = dataclasses.replace(config, slots=slots)
@@ -222,16 +222,16 @@ def engine_config(
     """Returns the configuration of the engine that the options describe."""
     features: Any = dict(grammars=True, logits_processors=True, logprobs=MAX_ALTERNATIVES)
     limit = target.config.max_positions  # the engine uses at most capacity - 1
-    asked = {"max_tokens": limit} | options.given(arguments, magicjax.EngineConfig)
+    asked = {"max_tokens": limit} | arg_utils.given(arguments, magicjax.EngineConfig)
     return magicjax.EngineConfig(
         sampling=not arguments.greedy, adaptive=adaptive, **features, **asked
     )
 
 
-def _server_options(arguments: argparse.Namespace) -> ServerOptions:
-    """Returns the options of the server; raises ValueError for invalid ones."""
+def _server_config(arguments: argparse.Namespace) -> ServerConfig:
+    """Returns the configuration of the server; raises ValueError for invalid options."""
     check_number("port", arguments.port, ge=0, le=2**16 - 1)
-    made = ServerOptions(**options.given(arguments, ServerOptions))
+    made = ServerConfig(**arg_utils.given(arguments, ServerConfig))
     for origin in made.cors_origins:
         if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
             raise OptionError(

@@ -276,7 +276,7 @@ def propose(
         else:
             given = state.pending, _live_cache(state), _live_sampling(state), settings
             proposed = drafter.propose(target, state.drafter, *given)
-            proposal, draft = _checked(proposed, type(drafter).__name__, state)
+            proposal, draft = _validated_proposal(proposed, type(drafter).__name__, state)
             proposal = proposal.in_vocabulary(state.pending, target.config.vocab_size)
         decision = target.layout.broadcast_decision((proposal.tokens, proposal.parents))
         proposal = dataclasses.replace(proposal, tokens=decision[0], parents=decision[1])
@@ -439,7 +439,7 @@ def run_while(
     return dataclasses.replace(state, rounds=rounds)
 
 
-def _checked(proposed: Any, drafter: str, state: DecodeState) -> tuple[Proposal, Any]:
+def _validated_proposal(proposed: Any, drafter: str, state: DecodeState) -> tuple[Proposal, Any]:
     """Returns what a drafter proposes, if its types and shapes are right; runs while tracing.
 
     Raises:

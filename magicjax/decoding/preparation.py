@@ -1,6 +1,6 @@
 """The preparation of a request: from the arguments of `magicjax.generate` to arrays on the devices.
 
-`validate` checks the arguments on the host; `place` moves the arrays to the devices.
+`validated_request` checks the arguments on the host; `place` moves the arrays to the devices.
 """
 
 import dataclasses
@@ -51,14 +51,14 @@ def prepare(
     Raises:
       ValueError, TypeError: invalid arguments; see `magicjax.generate`.
     """
-    request = validate(target, prompts, params, options)
+    request = validated_request(target, prompts, params, options)
     if request.target.params is None:
         memory.check(request)
     with memory.explained(request):  # the drafter may make a copy of the target
         return place(request, options.micro_batches)
 
 
-def validate(
+def validated_request(
     target: Model,
     prompts: Any,
     params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
@@ -75,19 +75,19 @@ def validate(
     validation.check_target(target)
     mesh = options.mesh
     drafter, tree = drafter_and_tree(target, options.drafter, options.tree)
-    tree = validation.checked_tree(drafter, tree)
-    shape = validation.checked_shape(drafter, tree)
+    tree = validation.validated_tree(drafter, tree)
+    shape = validation.validated_shape(drafter, tree)
     prompts = prompts_of(prompts)
     memory.check_rows(target, len(prompts), mesh)
     rows = token_ids(target, prompts)
     of_rows = validation.params_of_rows(params, len(rows))
     for each in of_rows:
         validation.check_token_ids(target, each)
-    verifier = validation.checked_verifier(options.verifier, drafter, tree, of_rows)
-    limits = validation.checked_limits(target, rows, of_rows)
+    verifier = validation.validated_verifier(options.verifier, drafter, tree, of_rows)
+    limits = validation.validated_limits(target, rows, of_rows)
     validation.check_context(target, drafter, tree, shape.depth, rows, limits)
     _check_devices(target, drafter, len(rows), options)
-    backend = validation.checked_backend(target, drafter, options.backend, mesh)
+    backend = validation.validated_backend(target, drafter, options.backend, mesh)
     target, drafter = placement.with_backend((target, drafter), backend)
     drafter = _sized(drafter, target, mesh)
     groups = 1 if mesh is None else factored(mesh).shape[DATA]
@@ -96,7 +96,7 @@ def validate(
     width = round_up(longest, chunk)
     tokens = max(len(row) + int(limit) for row, limit in zip(rows, limits, strict=True))
     capacity = capacity_of(tokens, shape.depth)
-    eos = validation.checked_eos(target, options.eos_token_id)
+    eos = validation.validated_eos(target, options.eos_token_id)
     validation.check_stop(target, of_rows)
     allowed = _first_masks(target, rows, of_rows, eos)
     return Request(
@@ -109,7 +109,7 @@ def validate(
             max_tokens=int(limits.max()),
             backend=backend,
             mesh=None if mesh is None else factored(mesh),
-            logprobs=validation.checked_logprobs(target, of_rows),
+            logprobs=validation.validated_logprobs(target, of_rows),
         ),
         target=target,
         drafter=drafter,
@@ -117,7 +117,7 @@ def validate(
         params=of_rows,
         rows=rows_of(target, rows, of_rows, limits, eos, width, allowed),
         eos=tuple(eos),
-        pad_token_id=validation.checked_pad(target, options.pad_token_id, eos),
+        pad_token_id=validation.validated_pad(target, options.pad_token_id, eos),
     )
 
 
@@ -212,7 +212,7 @@ def place(
     which may take much memory.
 
     Args:
-      request: from `validate`; without a mesh, its models already are on their device.
+      request: from `validated_request`; without a mesh, its models already are on their device.
       micro_batches: of a mesh with stages; None chooses the fastest.
       put: (array, sharding) -> the array with that sharding.
     """

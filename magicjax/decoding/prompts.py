@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from magicjax.decoding.detokenizer import token_texts
 from magicjax.decoding.reasoning import chat_template
-from magicjax.decoding.text_stream import token_texts
 from magicjax.model import Model
 
 # Arguments of `apply_chat_template` and variables that it sets; no variables of a template.
@@ -60,7 +60,7 @@ def token_ids(target: Model, prompts: Sequence[Any]) -> list[Int[np.ndarray, "T"
       ValueError, TypeError: an empty prompt, one that is none of these, or one that the target does
         not support.
     """
-    rows = [_checked(target, i, _ids(target, i, prompt)) for i, prompt in enumerate(prompts)]
+    rows = [_validated_ids(target, i, _ids(target, i, prompt)) for i, prompt in enumerate(prompts)]
     given = {i: row for i, row in enumerate(rows) if not _is_text(prompts[i])}
     _check_padding(target, given)
     return rows
@@ -88,7 +88,7 @@ def _ids(target: Model, i: int, prompt: Any) -> Any:
     return prompt
 
 
-def _checked(target: Model, i: int, prompt: Any) -> Int[np.ndarray, "T"]:
+def _validated_ids(target: Model, i: int, prompt: Any) -> Int[np.ndarray, "T"]:
     try:
         ids = np.asarray(prompt)
     except ValueError:  # lists of different lengths

@@ -9,8 +9,8 @@ import numpy as np
 from jaxtyping import Int
 
 from magicjax.decoding.counts import Counts
+from magicjax.decoding.detokenizer import Detokenizer
 from magicjax.decoding.reasoning import after_reasoning
-from magicjax.decoding.text_stream import TextStream
 from magicjax.grammars.matcher import Matcher
 from magicjax.sampling_params import SamplingParams
 from magicjax.verification.logprobs import LogProbs
@@ -99,10 +99,10 @@ class Text:
         self.prompt, self.params, self.limit, self.matcher = prompt, params, limit, matcher
         self.emitted, self.finish_reason, self.error = 0, "", ""
         self._eos = frozenset(() if params.ignore_eos else eos)
-        self._tokenizer, self._stream = tokenizer, None
+        self._tokenizer, self._detokenizer = tokenizer, None
         if getattr(tokenizer, "backend_tokenizer", None) is not None:
             after = prompt.tolist(), params.end_tokens(tuple(eos)), params.grammar
-            self._stream = TextStream(tokenizer, params.stop, *after)
+            self._detokenizer = Detokenizer(tokenizer, params.stop, *after)
         self._tokens: list[int] = []
         self._logprobs = [_no_logprobs(params.logprobs)]  # of the pieces, the first one empty
 
@@ -124,7 +124,7 @@ class Text:
     @property
     def nothing(self) -> NewTokens:
         """No new tokens."""
-        text = None if self._stream is None else ""
+        text = None if self._detokenizer is None else ""
         return NewTokens(np.zeros(0, np.int32), text, self._logprobs[0])
 
     def push(
@@ -139,10 +139,10 @@ class Text:
         """
         begin, self.emitted = self.emitted, len(tokens)
         new, text, reasoning = tokens[begin:], None, ""
-        if self._stream is not None:
-            before = len(self._stream.reasoning)
-            count, text = self._stream.push(new.tolist())
-            new, reasoning = new[:count], self._stream.reasoning[before:]
+        if self._detokenizer is not None:
+            before = len(self._detokenizer.reasoning)
+            count, text = self._detokenizer.push(new.tolist())
+            new, reasoning = new[:count], self._detokenizer.reasoning[before:]
         self._tokens += new.tolist()
         requested = None
         if logprobs is not None and self.params.logprobs is not None:
@@ -158,7 +158,7 @@ class Text:
         if self.matcher is not None and (error := self.matcher.error):  # its masks allow EOS alone
             self.error = f"the grammar cannot be followed: {error}"
             return "error"
-        if self._stream is not None and self._stream.stopped:
+        if self._detokenizer is not None and self._detokenizer.stopped:
             return "stop"
         if not ended:
             return ""
@@ -178,18 +178,18 @@ class Text:
         """Ends the text, and returns what was held back of it."""
         assert reason in FINISH_REASONS and not self.finish_reason, (reason, self.finish_reason)
         self.finish_reason, rest, reasoning = reason, None, ""
-        if self._stream is not None:
-            before = len(self._stream.reasoning)
-            rest = self._stream.finish()
-            reasoning = self._stream.reasoning[before:]
+        if self._detokenizer is not None:
+            before = len(self._detokenizer.reasoning)
+            rest = self._detokenizer.finish()
+            reasoning = self._detokenizer.reasoning[before:]
         return NewTokens(np.zeros(0, np.int32), rest, self._logprobs[0], reasoning)
 
     def result(self, prompt_logprobs: LogProbs | None, stats: Counts) -> Result:
         """Returns the result of a text that has ended; arguments as in `Result`."""
         self.matcher = None  # not kept by those who keep texts
         text = reasoning = None
-        if self._stream is not None:
-            text, reasoning = self._stream.text, self._stream.reasoning
+        if self._detokenizer is not None:
+            text, reasoning = self._detokenizer.text, self._detokenizer.reasoning
         elif self._tokenizer is not None:  # without tokenizer.json
             text = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
         logprobs = jax.tree.map(lambda *pieces: np.concatenate(pieces), *self._logprobs)

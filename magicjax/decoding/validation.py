@@ -21,9 +21,9 @@ from magicjax.trees.token_tree import (
     MAX_NODES,
     ROOT_ONLY,
     DynamicTree,
-    Shape,
     TokenTree,
     Tree,
+    TreeShape,
     chain,
 )
 from magicjax.verification.verify import VERIFIERS
@@ -61,7 +61,7 @@ def check_params(params: Any) -> None:
         )
 
 
-def checked_tree(drafter: Drafter | None, tree: Tree | None) -> Tree:
+def validated_tree(drafter: Drafter | None, tree: Tree | None) -> Tree:
     """Returns the tree to draft in every round; only a root without a drafter."""
     if drafter is None:
         if tree is not None:
@@ -102,7 +102,7 @@ def _check_is_drafter(drafter: Any) -> None:
         raise TypeError(f"drafter {name} is not a pytree: decorate it with @flax.struct.dataclass")
 
 
-def checked_shape(drafter: Drafter | None, tree: Tree) -> Shape:
+def validated_shape(drafter: Drafter | None, tree: Tree) -> TreeShape:
     """Returns the bounds of what the drafter proposes for a tree."""
     shape = tree.shape if drafter is None else drafter.shape(tree)
     if shape.num_nodes > MAX_NODES:
@@ -113,7 +113,7 @@ def checked_shape(drafter: Drafter | None, tree: Tree) -> Shape:
     return shape
 
 
-def checked_verifier(
+def validated_verifier(
     verifier: str | None, drafter: Drafter | None, tree: Tree, params: Sequence[SamplingParams]
 ) -> str:
     """Returns the verifier; it is exact for the way the drafter draws children."""
@@ -164,7 +164,7 @@ def check_target(target: Any) -> None:
         )
 
 
-def checked_limits(
+def validated_limits(
     target: Model, rows: Sequence[np.ndarray], params: Sequence[SamplingParams]
 ) -> np.ndarray:
     """Returns the limit of each row's new tokens; int64, because it may exceed the context."""
@@ -209,7 +209,7 @@ def check_context(
         drafter.check(target, tree, depth, needed[longest])
 
 
-def checked_eos(target: Model, eos_token_id: Any) -> tuple[int, ...]:
+def validated_eos(target: Model, eos_token_id: Any) -> tuple[int, ...]:
     """Returns the ids that end a row."""
     if eos_token_id is None:
         return target.eos_token_ids
@@ -224,7 +224,7 @@ def checked_eos(target: Model, eos_token_id: Any) -> tuple[int, ...]:
     return ids
 
 
-def checked_pad(target: Model, pad_token_id: Any, eos: tuple[int, ...]) -> int:
+def validated_pad(target: Model, pad_token_id: Any, eos: tuple[int, ...]) -> int:
     """Returns the id that pads rows that ended."""
     if pad_token_id is not None:
         pad_token_id = _token_id("pad_token_id", pad_token_id)
@@ -311,7 +311,7 @@ def check_detokenization(target: Model) -> None:
         )
 
 
-def checked_logprobs(target: Model, params: Sequence[SamplingParams]) -> int | None:
+def validated_logprobs(target: Model, params: Sequence[SamplingParams]) -> int | None:
     """Returns the most alternatives that a row asks for; None if no row has log-probabilities."""
 
     def most(name: str) -> int | None:
@@ -328,7 +328,7 @@ def checked_logprobs(target: Model, params: Sequence[SamplingParams]) -> int | N
     return most("logprobs")
 
 
-def checked_backend(
+def validated_backend(
     target: Model, drafter: Drafter | None, backend: str | None, mesh: Mesh | AbstractMesh | None
 ) -> str:
     """Returns the backend of all models of a request; one that all of them support."""

@@ -14,7 +14,7 @@ from magicjax.model import Model
 from magicjax.options import check_options, options_of
 from magicjax.settings import Settings, StatsSpec
 from magicjax.trees.proposal import Proposal
-from magicjax.trees.token_tree import Shape, Tree
+from magicjax.trees.token_tree import Tree, TreeShape
 from magicjax.verification.sampling import Sampling
 
 
@@ -196,7 +196,7 @@ class Drafter(abc.ABC):
         """
         return self
 
-    def shape(self, tree: Tree) -> Shape:
+    def shape(self, tree: Tree) -> TreeShape:
         """Returns the bounds of its proposals for `tree`."""
         return tree.shape
 

@@ -28,7 +28,15 @@ from magicjax.model import Model
 from magicjax.settings import Settings, StatsSpec
 from magicjax.trees import token_tree
 from magicjax.trees.proposal import Draws, Proposal
-from magicjax.trees.token_tree import NO_NODE, ROOT_ONLY, Shape, TokenTree, Tree, chain, check_tree
+from magicjax.trees.token_tree import (
+    NO_NODE,
+    ROOT_ONLY,
+    TokenTree,
+    Tree,
+    TreeShape,
+    chain,
+    check_tree,
+)
 from magicjax.verification import verify
 from magicjax.verification.sampling import Sampling, keys_within_round, warp
 
@@ -254,7 +262,7 @@ class Cascade(Drafter):
         first, middle = self.first.for_target(target), self.middle.for_target(target)
         return dataclasses.replace(self, first=first, middle=middle)
 
-    def shape(self, tree: Tree) -> Shape:
+    def shape(self, tree: Tree) -> TreeShape:
         return self._trees(tree)[1].shape
 
     def stats_spec(self) -> StatsSpec:

@@ -15,7 +15,7 @@ from magicjax.model import Model
 from magicjax.settings import Settings, StatsSpec
 from magicjax.trees.merge import merge
 from magicjax.trees.proposal import Proposal
-from magicjax.trees.token_tree import Shape, Tree, check_tree
+from magicjax.trees.token_tree import Tree, TreeShape, check_tree
 from magicjax.verification.sampling import MAX_DRAFTERS
 
 
@@ -81,13 +81,13 @@ class Ensemble(Drafter):
         members = tuple(drafter.for_target(target) for drafter in self.drafters)
         return dataclasses.replace(self, drafters=members)
 
-    def shape(self, tree: Tree) -> Shape:
+    def shape(self, tree: Tree) -> TreeShape:
         return self.shape_of(self.with_trees(tree))
 
-    def shape_of(self, members: Sequence[tuple[Drafter, Tree]]) -> Shape:
+    def shape_of(self, members: Sequence[tuple[Drafter, Tree]]) -> TreeShape:
         """Returns the bounds of the union of the members' proposals for their trees."""
         shapes = [drafter.shape(tree) for drafter, tree in members]
-        return Shape(
+        return TreeShape(
             1 + sum(shape.num_nodes - 1 for shape in shapes),
             max(shape.depth for shape in shapes),
             sum(shape.width for shape in shapes),

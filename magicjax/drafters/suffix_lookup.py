@@ -15,7 +15,7 @@ from magicjax.drafters.text_lookup import TextLookup, match_lengths, newest_toke
 from magicjax.drafters.text_store import NO_TOKEN
 from magicjax.model import Model
 from magicjax.options import option
-from magicjax.trees.token_tree import MAX_NODES, NO_NODE, DynamicTree, Shape, TokenTree, Tree
+from magicjax.trees.token_tree import MAX_NODES, NO_NODE, DynamicTree, TokenTree, Tree, TreeShape
 from sharding import global_arrays
 
 CANDIDATES = 16  # matches that are continued; a GPU finds at most so many in one kernel
@@ -23,7 +23,7 @@ MAX_MATCH = 14  # weights of 4 ** 13, and sums of 16 of them, are exact as int32
 
 
 @struct.dataclass
-class Candidates:
+class SuffixCandidates:
     """The best matches of each row: longer ones first, then later ones.
 
     Attributes:
@@ -197,7 +197,7 @@ class SuffixLookup(TextLookup):
 
     def _candidates(
         self, text: Int[Array, "B S"], newest: Int[Array, "B"], depth: int
-    ) -> Candidates:
+    ) -> SuffixCandidates:
         """Returns the best matches in the store and the row's own text, which comes after it.
 
         A continuation ends with its text in the store. In the row's own text it repeats its period,
@@ -219,7 +219,7 @@ class SuffixLookup(TextLookup):
         tokens = tokens.reshape(index.shape)
         deepest = jnp.asarray(self._deepest)[length]
         ended = (tokens == NO_TOKEN) | (steps >= deepest[..., None])
-        return Candidates(length, jnp.where(jnp.cumsum(ended, -1) > 0, NO_TOKEN, tokens))
+        return SuffixCandidates(length, jnp.where(jnp.cumsum(ended, -1) > 0, NO_TOKEN, tokens))
 
 
 def _tokens_of(path: str, target: Model) -> Int[np.ndarray, "T"]:
@@ -239,7 +239,7 @@ def _tokens_of(path: str, target: Model) -> Int[np.ndarray, "T"]:
     return np.array(ids, np.int32)
 
 
-def path_scores(candidates: Candidates) -> PathScores:
+def path_scores(candidates: SuffixCandidates) -> PathScores:
     """Returns the scores of the candidates' paths, as integers: a weight of 1 is 4 ** 13."""
     length, tokens = candidates.length, candidates.tokens
     number = jnp.arange(tokens.shape[1])[:, None]
@@ -258,7 +258,7 @@ def path_scores(candidates: Candidates) -> PathScores:
 
 
 def best_nodes(
-    candidates: Candidates, shape: Shape, min_score: float
+    candidates: SuffixCandidates, shape: TreeShape, min_score: float
 ) -> tuple[Int[Array, "B N-1"], Int[Array, "B N-1"]]:
     """Returns the tokens and parents of the N - 1 nodes of the highest scores.
 

@@ -31,17 +31,17 @@ from magicjax.engine.handle import Handle
 from magicjax.engine.prefill import PrefillRow
 from magicjax.engine.prefix_store import Prefix, make_store
 from magicjax.engine.scheduler import Scheduler
-from magicjax.engine.stall import StallBudget
-from magicjax.engine.stats import Counters, EngineStats
-from magicjax.engine.templates import (
+from magicjax.engine.setup import (
     empty_drafter,
     empty_layer_inputs,
     empty_row,
     empty_state,
-    make_templates,
-    row_of_text,
+    make_setup,
+    row_request,
     with_drafter,
 )
+from magicjax.engine.stall import StallBudget
+from magicjax.engine.stats import Counters, EngineStats
 from magicjax.grammars.grammar import Grammar
 from magicjax.grammars.matcher import Matcher
 from magicjax.model import Model
@@ -106,13 +106,13 @@ class Engine:
             raise TypeError(
                 f"config has type {type(config).__name__}: pass magicjax.EngineConfig(...)"
             )
-        self._templates = make_templates(target, drafter, tree, config, mesh)
-        self._first_drafter = self._templates.row.drafter  # remembers no requests
-        config, slots = self._templates.config, self._templates.slots
-        self._prefixes = make_store(self._templates)
+        self._setup = make_setup(target, drafter, tree, config, mesh)
+        self._first_drafter = self._setup.row.drafter  # remembers no requests
+        config, slots = self._setup.config, self._setup.slots
+        self._prefixes = make_store(self._setup)
         self._scheduler = Scheduler[Handle](
             config.slots,
-            rule=self._templates.prefill_rule,
+            rule=self._setup.prefill_rule,
             groups=slots.settings.groups,
             queue_limit=config.queue_limit,
             prefill_rows=config.prefill_rows,
@@ -132,7 +132,7 @@ class Engine:
             self._loops, config.slots, can_be_disabled=can_be_disabled
         )
         self._counters = Counters(self._loops)
-        self._state = empty_state(self._templates)
+        self._state = empty_state(self._setup)
         stall_ms = config.max_stall_ms
         self._stall = StallBudget(None if stall_ms is None else stall_ms / 1e3)
         self._ended = np.ones(config.slots, bool)  # in the state, or by the host
@@ -167,7 +167,7 @@ class Engine:
           QueueFullError: the queue is full. In all cases other requests go on.
         """
         self._scheduler.check_room(1)
-        text = submission.validated(self._templates, prompt, params, priority, deadline_s)
+        text = submission.validated_text(self._setup, prompt, params, priority, deadline_s)
         handle = Handle(self, text, priority, deadline_s)
         self._scheduler.add(handle)
         return handle
@@ -239,8 +239,8 @@ class Engine:
         """
         if self.unfinished:
             raise RuntimeError("warm_up with unfinished requests: call it before submit, or later")
-        target = self._templates.row.target
-        longest = min(self._templates.capacity - 1, self.config.prefill_chunk + 1)
+        target = self._setup.row.target
+        longest = min(self._setup.capacity - 1, self.config.prefill_chunk + 1)
         params = SamplingParams(max_tokens=1, prompt_logprobs=self.config.logprobs)
         # These requests draft, whatever the timed rounds are: another program makes their state.
         can_be_disabled = self._controller.can_be_disabled
@@ -249,7 +249,7 @@ class Engine:
             self.submit(np.zeros(longest, np.int32), params)
             self.run()
         self._decode()  # these requests end at their first token
-        drafter = self._templates.row.drafter
+        drafter = self._setup.row.drafter
         if drafter is not None and drafter.can_be_disabled:
             self.submit(
                 np.zeros(longest, np.int32), SamplingParams(max_tokens=1, speculative=False)
@@ -259,8 +259,8 @@ class Engine:
             self._decoder(arm, rows).loop(self._state, "any")
         if self.config.grammars:
             matchers: list[Matcher | None] = []
-            if target.tokenizer is not None and self._templates.row.eos:
-                json = Matcher(target, Grammar.json_object(), self._templates.row.eos)
+            if target.tokenizer is not None and self._setup.row.eos:
+                json = Matcher(target, Grammar.json_object(), self._setup.row.eos)
                 matchers = [json, *[None] * (self.config.slots - 1)]  # no row is live
             for arm, rows in itertools.product(self._loops, self._grammar_batch_sizes):
                 decoder = self._decoder(arm, rows)
@@ -274,17 +274,17 @@ class Engine:
 
     def forget_texts(self) -> None:
         """Forgets the texts of finished requests that the drafter remembers."""
-        self._templates = with_drafter(self._templates, self._first_drafter)
+        self._setup = with_drafter(self._setup, self._first_drafter)
 
     @property
     def config(self) -> EngineConfig:
         """The configuration; its capacity, limit, verifier and EOS are those that are used."""
-        return self._templates.config
+        return self._setup.config
 
     @property
     def stats(self) -> EngineStats:
         """Counts and times so far."""
-        kv_bytes, probes = self._templates.kv_bytes, self._controller.probes
+        kv_bytes, probes = self._setup.kv_bytes, self._controller.probes
         stores = self._scheduler, self._prefixes
         return self._counters.stats(*stores, self._clock, kv_bytes, probes)
 
@@ -304,7 +304,7 @@ class Engine:
 
     def _time_rounds(self) -> None:
         """Times the loop of each arm, before the first request."""
-        times, self._state = speculation.time_rounds(self._templates, self._loops, self._state)
+        times, self._state = speculation.time_rounds(self._setup, self._loops, self._state)
         self._controller = dataclasses.replace(self._controller, times=times)
 
     def _decode(self) -> None:
@@ -313,7 +313,7 @@ class Engine:
             ended = global_arrays.put(self._ended, self._state.ended.sharding)
             self._state = dataclasses.replace(self._state, ended=ended)
             self._ended_by_host = False
-        running, slots = self._scheduler.running, self._templates.slots
+        running, slots = self._scheduler.running, self._setup.slots
         live = {slot: one.text.lengths for slot, one in running.items()}
         self._controller = controller = self._controller.chosen(live)
         waits = bool(self._scheduler.prefilling or self._scheduler.waiting)
@@ -335,7 +335,7 @@ class Engine:
         rounds = int(ran)
         self._state = s
         self._stall.count_rounds(rounds, seconds)
-        chunk = self._templates.prefill_rule.chunk
+        chunk = self._setup.prefill_rule.chunk
         self._scheduler.limit_prefill(self._stall.prompt_tokens(rounds, chunk))
         asked = any(handle.text.params.logprobs is not None for handle in running.values())
         logprobs = global_arrays.fetch(s.logprobs) if asked else None
@@ -351,7 +351,7 @@ class Engine:
     def _decoder(self, arm: Arm, rows: int) -> Decoder:
         """Returns the decoder of an arm for the first slots, one of `_batch_sizes`."""
         own = self._clock, self._programs[arm, rows]
-        return speculation.decoder(self._templates.slots, self._loops[arm], rows, *own)
+        return speculation.decoder(self._setup.slots, self._loops[arm], rows, *own)
 
     def _row(self, request: Request) -> Decoder:
         """Returns the decoder of a request of one row."""
@@ -369,7 +369,7 @@ class Engine:
                 return
             handle, piece = work
             prefilled = self._rows[handle].advance(piece)
-            if piece.chunk == self._templates.prefill_rule.chunk:
+            if piece.chunk == self._setup.prefill_rule.chunk:
                 self._stall.count_tokens(piece.tokens, self._clock.newest_s)
             handle.prefilled_tokens += piece.end - piece.first
             if piece.end == len(handle.prompt):
@@ -379,16 +379,16 @@ class Engine:
         """Starts the prefill of the requests that may start now."""
         while (handle := self._scheduler.next_to_start(self._prefixes.match)) is not None:
             handle.started_s = time.monotonic()
-            request = row_of_text(self._templates, handle.text)
+            request = row_request(self._setup, handle.text)
             prompt = handle.prompt
             if self._spare_rows and self._prefixes.match(prompt):
                 del self._spare_rows[-1]  # before its place is taken by a copy
             row, common = self._prefixes.copy_longest(prompt)
             if row is None:
-                row = self._spare_rows.pop() if self._spare_rows else empty_row(self._templates)
+                row = self._spare_rows.pop() if self._spare_rows else empty_row(self._setup)
             # The last token's hidden state gives the first new token.
             handle.reused_tokens = min(common, len(prompt) - 1)
-            inputs = empty_layer_inputs(self._templates)
+            inputs = empty_layer_inputs(self._setup)
             self._rows[handle] = PrefillRow(self._row(request), *row, handle.reused_tokens, inputs)
             self._scheduler.start(handle, handle.reused_tokens)
 
@@ -396,16 +396,16 @@ class Engine:
         """Copies a prefilled row into a free slot, and hands out its first token."""
         prefilling = self._rows.pop(handle)
         if handle.text.params.prompt_logprobs is not None:
-            cache, _ = empty_row(self._templates)
+            cache, _ = empty_row(self._setup)
             (handle.prompt_logprobs,) = prefilling.decoder.prompt_logprobs(cache)
         disabled = not handle.text.params.speculative or self._would_disable(handle)
         slot = self._scheduler.insert(handle)
-        drafter = self._templates.row.drafter
+        drafter = self._setup.row.drafter
         without_drafter = disabled and drafter is not None and drafter.can_be_disabled
         row = prefilling.finish(prefilled, without_drafter)
         if without_drafter:
-            row = dataclasses.replace(row, drafter=empty_drafter(self._templates))
-        self._state = self._row(self._templates.slots).insert(self._state, row, slot)
+            row = dataclasses.replace(row, drafter=empty_drafter(self._setup))
+        self._state = self._row(self._setup.slots).insert(self._state, row, slot)
         self._controller = self._controller.joined(slot, disabled)
         fetched = row.ended, row.pending, row.logprobs, row.emitted
         ended, first, logprobs, emitted = global_arrays.fetch(fetched)
@@ -447,14 +447,14 @@ class Engine:
             self._ended_by_host |= not self._ended[slot]
             self._ended[slot] = True
             if self._prefixes.max_entries and reason != "error":  # it may have NaN
-                cached = self._row(self._templates.row).extract(self._state, slot)
+                cached = self._row(self._setup.row).extract(self._state, slot)
                 self._store(Prefix(text[:-1], *cached))  # the last token is pending
         elif (row := self._rows.pop(handle, None)) is not None:
             self._spare((row.cache, row.drafter_state))
-        drafter = self._templates.row.drafter
+        drafter = self._setup.row.drafter
         if drafter is not None and drafter.remembers and reason in ("eos", "length", "stop"):
             remembering = drafter.remember(text, len(prompt))
-            self._templates = with_drafter(self._templates, remembering)
+            self._setup = with_drafter(self._setup, remembering)
         self._counters.count(handle.finish(reason, time.monotonic()))
 
     def _store(self, prefix: Prefix) -> None:

@@ -10,7 +10,7 @@ from magicjax.decoding.decoder import Decoder
 from magicjax.decoding.loop import DecodeState, Prefilled
 from magicjax.drafters.base import Previous
 from magicjax.engine.scheduler import Piece
-from magicjax.engine.templates import put_row
+from magicjax.engine.setup import put_row
 from magicjax.kv_cache.full_cache import KVCache
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Int
 from magicjax.decoding.memory import OutOfMemoryError
 from magicjax.engine.memory_check import num_prefixes
 from magicjax.engine.scheduler import common_prefix
-from magicjax.engine.templates import Templates
+from magicjax.engine.setup import EngineSetup
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.model import RING_SPARE
 from magicjax.parallel import offloading
@@ -232,32 +232,32 @@ def to_device(prefix: Prefix, row_shapes: Any) -> Prefix:
     return Prefix(prefix.tokens, *jax.tree.map(put, prefix.row, row_shapes))
 
 
-def make_store(templates: Templates) -> PrefixStore:
+def make_store(setup: EngineSetup) -> PrefixStore:
     """Returns the empty store of an engine.
 
     Raises:
       ValueError: fewer bytes of host memory than the longest prefix has.
       OutOfMemoryError: more bytes than host memory has.
     """
-    config, entry_bytes = templates.config, sum(templates.row.kv_bytes)
-    entries, rule = num_prefixes(templates.row, config), templates.prefill_rule
+    config, entry_bytes = setup.config, sum(setup.row.kv_bytes)
+    entries, rule = num_prefixes(setup.row, config), setup.prefill_rule
     recomputed = max(1, rule.window, rule.overlap)
     # A shorter prefix saves no step of prefill.
-    min_shared = templates.row.settings.chunk
+    min_shared = setup.row.settings.chunk
     if not config.host_prefix_bytes:
         return PrefixStore(entries * entry_bytes, entry_bytes, min_shared, recomputed=recomputed)
-    shapes = _with_shardings(templates)
+    shapes = _with_shardings(setup)
     _check_host_bytes(config.host_prefix_bytes, shapes)
     sizes = entries * entry_bytes, entry_bytes, min_shared, config.host_prefix_bytes
     return PrefixStore(*sizes, shapes, recomputed)
 
 
-def _with_shardings(templates: Templates) -> Any:
+def _with_shardings(setup: EngineSetup) -> Any:
     """Returns the shapes of a row's arrays with their shardings, on one device as well."""
-    one_device = templates.row.rows.limits.sharding
+    one_device = setup.row.rows.limits.sharding
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or one_device),
-        templates.row_shapes,
+        setup.row_shapes,
     )
 
 

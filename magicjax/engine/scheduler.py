@@ -22,7 +22,7 @@ class QueueFullError(ValueError):
     """As many requests as `queue_limit` wait for a slot."""
 
 
-class Request(Protocol):
+class QueuedRequest(Protocol):
     """What the scheduler reads of a request; see `Handle`."""
 
     @property
@@ -101,7 +101,7 @@ class PrefillRule:
         return Piece(min(first, last), length, self.chunk)
 
 
-class Scheduler[Handle: Request]:
+class Scheduler[Handle: QueuedRequest]:
     """The requests of an engine and their order.
 
     Attributes:
@@ -253,11 +253,11 @@ class Scheduler[Handle: Request]:
         return found
 
 
-def _deadline_s(request: Request) -> float:
+def _deadline_s(request: QueuedRequest) -> float:
     return math.inf if request.deadline_s is None else request.deadline_s
 
 
-def due_s(request: Request) -> float:
+def due_s(request: QueuedRequest) -> float:
     """Returns when a request is due, on the engine's clock: the earliest one starts first."""
     return request.submitted_s - AGING_S * request.priority
 

@@ -22,7 +22,7 @@ from magicjax.decoding.request import Request
 from magicjax.drafters import Cascade, Drafter, Ensemble
 from magicjax.drafters.base import with_length
 from magicjax.drafters.spec import drafter_name
-from magicjax.engine.templates import Templates, empty_state
+from magicjax.engine.setup import EngineSetup, empty_state
 from magicjax.settings import Settings
 from magicjax.trees.token_tree import ROOT_ONLY, DynamicTree, Tree, truncated
 from sharding import global_arrays
@@ -151,38 +151,38 @@ def decoder(
 
 
 def time_rounds(
-    templates: Templates, settings: Mapping[Arm, Settings], state: DecodeState
+    setup: EngineSetup, settings: Mapping[Arm, Settings], state: DecodeState
 ) -> tuple[RoundTimes, DecodeState]:
     """Returns (the seconds of rounds of each arm, an empty state); compiles all loops.
 
     Args:
-      templates: of the engine.
+      setup: of the engine.
       settings: of the loop, by arm.
       state: without live rows; donated.
     """
-    request = templates.slots
-    lengths = sorted({1, max(1, 3 * templates.capacity // 4)})
-    sizes = batch_sizes(request, templates.config.slots)
+    request = setup.slots
+    lengths = sorted({1, max(1, 3 * setup.capacity // 4)})
+    sizes = batch_sizes(request, setup.config.slots)
     seconds: list[list[float]] = []
     live = sorted({1, *sizes})
     for rows, length in itertools.product(live, lengths):
         size = next(n for n in sizes if n >= rows)
         decoders = [decoder(request, one, size, Clock(), {}) for one in settings.values()]
-        state = _live(templates, state, length, rows)
+        state = _live(setup, state, length, rows)
         drafters = {id(request.drafter): state.drafter}
         times, state = paired_timing.time_interleaved(
             decoders, state, drafters, REPEATS, until="any"
         )
         seconds.append([statistics.median(each) for each in times])
         del state, drafters  # before others are allocated
-        state = empty_state(templates)
+        state = empty_state(setup)
     by_arm = dict(zip(settings, zip(*seconds, strict=True), strict=True))
     return RoundTimes(tuple(lengths), by_arm, tuple(live)), state
 
 
-def _live(templates: Templates, state: DecodeState, length: int, live: int) -> DecodeState:
+def _live(setup: EngineSetup, state: DecodeState, length: int, live: int) -> DecodeState:
     """Returns a state in which the first rows are live; all have `length` tokens, of no meaning."""
-    settings = templates.slots.settings
+    settings = setup.slots.settings
 
     def rows(value: Any, like: jax.Array) -> jax.Array:
         return global_arrays.put(np.full(like.shape, value, like.dtype), like.sharding)

@@ -11,14 +11,14 @@ from magicjax.decoding.reasoning import thinking_budget
 from magicjax.decoding.text import Text, matcher_of
 from magicjax.decoding.validation import bad_sequences, check_params, check_stop, check_token_ids
 from magicjax.engine.config import EngineLimitError
-from magicjax.engine.templates import Templates
+from magicjax.engine.setup import EngineSetup
 from magicjax.model import Model
 from magicjax.sampling_params import SamplingParams
 from magicjax.verification.logits_processor import MAX_SEQUENCE, MAX_SEQUENCES
 
 
-def validated(
-    templates: Templates,
+def validated_text(
+    setup: EngineSetup,
     prompt: Any,
     params: SamplingParams,
     priority: float,
@@ -30,11 +30,11 @@ def validated(
       ValueError, TypeError: as `Engine.submit`.
     """
     check_params(params)
-    (tokens,) = token_ids(templates.row.target, [prompt])
+    (tokens,) = token_ids(setup.row.target, [prompt])
     check_number("priority", priority, float)
     if deadline_s is not None:
         check_number("deadline_s", deadline_s, float, gt=0)
-    mesh = templates.row.settings.mesh
+    mesh = setup.row.settings.mesh
     if isinstance(mesh, Mesh) and mesh.is_multi_process:
         for name, value in (("deadline_s", deadline_s), ("priority", priority or None)):
             if value is not None:
@@ -42,13 +42,13 @@ def validated(
                     f"{name}={value} on a mesh of {jax.process_count()} processes, whose clocks "
                     f"differ: omit {name}"
                 )
-    templates.config.check_params(params)
-    check_stop(templates.row.target, [params])
-    check_token_ids(templates.row.target, params)
-    _check_bad_words(templates.row.target, params)
-    thinking_budget(templates.row.target, tokens.tolist(), params)
-    limit = _limit(templates, len(tokens), params.max_tokens)
-    row = templates.row
+    setup.config.check_params(params)
+    check_stop(setup.row.target, [params])
+    check_token_ids(setup.row.target, params)
+    _check_bad_words(setup.row.target, params)
+    thinking_budget(setup.row.target, tokens.tolist(), params)
+    limit = _limit(setup, len(tokens), params.max_tokens)
+    row = setup.row
     matcher = matcher_of(row.target, tokens, params, row.eos)
     return Text(row.target.tokenizer, tokens, params, limit, row.eos, matcher)
 
@@ -65,9 +65,9 @@ def _check_bad_words(target: Model, params: SamplingParams) -> None:
         )
 
 
-def _limit(templates: Templates, length: int, limit: int | None) -> int:
+def _limit(setup: EngineSetup, length: int, limit: int | None) -> int:
     """Returns the limit of new tokens of a prompt of `length` tokens."""
-    capacity = templates.capacity
+    capacity = setup.capacity
     too_long = None
     if length > capacity or (length == capacity and limit != 0):
         too_long = f"the capacity of {capacity} leaves no room for new ones: shorten the prompt"
@@ -79,4 +79,4 @@ def _limit(templates: Templates, length: int, limit: int | None) -> int:
     if too_long is not None:
         message = f"the prompt has {length} tokens, and {too_long}"
         raise EngineLimitError(message, "prompt", ..., "capacity", "a larger capacity")
-    return min(templates.config.max_tokens, capacity - length) if limit is None else limit
+    return min(setup.config.max_tokens, capacity - length) if limit is None else limit

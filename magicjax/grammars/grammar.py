@@ -68,7 +68,7 @@ class Grammar:
         """
         _check_text("pattern", pattern)
         grammar = cls(f"start: {terminal(pattern)}{OPTIONS}")
-        return _checked(grammar, "the regular expression", untrusted)
+        return _validated(grammar, "the regular expression", untrusted)
 
     @classmethod
     def json_schema(
@@ -92,7 +92,7 @@ class Grammar:
                 raise ValueError(f"the JSON schema is not valid JSON: {error}") from error
         if not isinstance(schema, Mapping | bool):
             raise TypeError(f"schema has type {type(schema).__name__}: pass a dict, or JSON text")
-        return _checked(cls(f"start: {inline(schema)}{OPTIONS}"), "the JSON schema", untrusted)
+        return _validated(cls(f"start: {inline(schema)}{OPTIONS}"), "the JSON schema", untrusted)
 
     @classmethod
     def json_object(cls) -> "Grammar":
@@ -111,7 +111,7 @@ class Grammar:
         if not texts:
             raise ValueError("choice=[]: it must have at least one text")
         rule = " | ".join(map(json.dumps, texts))
-        return _checked(cls(f"start: {rule}{OPTIONS}"), "the choice")
+        return _validated(cls(f"start: {rule}{OPTIONS}"), "the choice")
 
     def after(self, rules: str) -> "Grammar":
         """Returns the grammar of Lark rules in which the rule `answer` is this one."""
@@ -124,7 +124,7 @@ def of_rules(text: str, untrusted: bool = False, answer: Grammar | None = None) 
     With `answer`, the rules have it as the rule `answer`.
     """
     made = Grammar(text + OPTIONS) if answer is None else answer.after(text)
-    return _checked(made, "the grammar", untrusted)
+    return _validated(made, "the grammar", untrusted)
 
 
 def terminal(pattern: str) -> str:
@@ -152,7 +152,7 @@ def _check_text(name: str, value: Any) -> None:
         raise TypeError(f"{name} has type {type(value).__name__}: it must be a string")
 
 
-def _checked(grammar: Grammar, what: str, untrusted: bool = False) -> Grammar:
+def _validated(grammar: Grammar, what: str, untrusted: bool = False) -> Grammar:
     """Returns the grammar if it is supported; raises ValueError otherwise."""
     if len(grammar.text) > MAX_CHARACTERS:
         raise ValueError(

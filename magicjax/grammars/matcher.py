@@ -222,10 +222,10 @@ def tokenizer_of(tokenizer: Any, eos: int, vocab_size: int) -> Any:
     if not tags:
         return made
     package = library()
-    return package.LLTokenizer(package.TokenizerWrapper(_Described(made, tags)))
+    return package.LLTokenizer(package.TokenizerWrapper(_TokenizerWithTags(made, tags)))
 
 
-class _Described:
+class _TokenizerWithTags:
     """llguidance's tokens with some special ones as text, as `TokenizerWrapper` reads them."""
 
     def __init__(self, tokenizer: Any, tags: Set[int]):

@@ -36,7 +36,7 @@ from magicjax.decoding.output import (
     texts_of,
 )
 from magicjax.decoding.paired_timing import PrefilledPrompts, median_ratio, time_decoders
-from magicjax.decoding.preparation import drafter_and_tree, place, prepare, validate
+from magicjax.decoding.preparation import drafter_and_tree, place, prepare, validated_request
 from magicjax.decoding.prompts import prompts_of
 from magicjax.decoding.request import Request, RequestOptions
 from magicjax.decoding.text import Text
@@ -48,7 +48,7 @@ from magicjax.prediction import cost_model, planner
 from magicjax.prediction.planner.candidates import make_candidate, model_sizes
 from magicjax.sampling_params import SamplingParams
 from magicjax.trees.sequoia import expected_tokens, optimal
-from magicjax.trees.token_tree import ROOT_ONLY, Shape, TokenTree, Tree, chain, expansion
+from magicjax.trees.token_tree import ROOT_ONLY, TokenTree, Tree, TreeShape, chain, expansion
 from sharding import STAGE, factored
 
 logger = logging.getLogger("magicjax")
@@ -232,7 +232,7 @@ def choose_drafter(
         backend=backend,
         mesh=mesh,
     )
-    return choose(validated(target, prompts, params, options))[0]
+    return choose(validated_candidates(target, prompts, params, options))[0]
 
 
 def is_choice(drafter: Any) -> bool:
@@ -261,7 +261,7 @@ class Candidates:
     skipped: dict[str, str]
 
 
-def validated(
+def validated_candidates(
     target: Model,
     prompts: Any,
     params: SamplingParams | Sequence[SamplingParams],
@@ -283,14 +283,14 @@ def validated(
         )
     bound = upper_bounds(auto.profile)
     without_drafter = dataclasses.replace(options, drafter=None, verifier=None)
-    plain = validate(target, prompts, params, without_drafter)
+    plain = validated_request(target, prompts, params, without_drafter)
     requests, skipped = dict[str, Request](), dict[str, str]()
     for drafter in auto.drafters or default_drafters(min(map(len, plain.prompts))):
         has_trees = isinstance(drafter, Ensemble) and drafter.trees is not None
         tree = None if has_trees else auto.tree
         with_drafter = dataclasses.replace(options, drafter=drafter, tree=tree)
         try:
-            request = validate(plain.target, plain.prompts, params, with_drafter)
+            request = validated_request(plain.target, plain.prompts, params, with_drafter)
         except ValueError as error:
             if auto.drafters is not None:
                 raise
@@ -404,7 +404,7 @@ def _placed(candidates: Candidates) -> tuple[Decoder, dict[str, Decoder]]:
             requests[name] = place(each)
     every = [each.settings for each in (plain, *requests.values())]
     capacity = max(each.capacity for each in every)
-    shape = Shape(*map(max, zip(*(each.shape for each in every), strict=True)))
+    shape = TreeShape(*map(max, zip(*(each.shape for each in every), strict=True)))
 
     def decoder(request: Request) -> Decoder:
         own = dataclasses.replace(request.settings, capacity=capacity)
@@ -531,7 +531,9 @@ def _started(
         options = _with_one_drafter(target, options)
     if isinstance(options.drafter, Choice):
         return options.drafter, Decoder(_reused(target, prompts, params, options)), None, 0.0
-    choice, decoder, prefilled, plan_s = choose(validated(target, prompts, params, options))
+    choice, decoder, prefilled, plan_s = choose(
+        validated_candidates(target, prompts, params, options)
+    )
     decoder = dataclasses.replace(decoder, clock=Clock(prefill_s=prefilled.seconds))
     return choice, decoder, prefilled.start(decoder), plan_s
 

@@ -22,13 +22,13 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from magicjax.decoding.detokenizer import TokenTexts, token_texts
 from magicjax.decoding.text import NewTokens, Result
-from magicjax.decoding.text_stream import TokenTexts, token_texts
 from magicjax.server import protocol, responses
+from magicjax.server.config import ServerConfig
 from magicjax.server.errors import ApiError, server_error, shown
 from magicjax.server.metrics import Metrics
 from magicjax.server.middleware import AccessLog, ClientLimit, HostCheck
-from magicjax.server.options import ServerOptions
 from magicjax.server.protocol import Generation, Served
 from magicjax.server.worker import Job, Snapshot, Worker
 
@@ -46,15 +46,15 @@ Parse = Callable[[bytes, Served], Generation]
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def create_app(served: Served, worker: Worker, options: ServerOptions) -> Starlette:
+def create_app(served: Served, worker: Worker, config: ServerConfig) -> Starlette:
     """Returns the application.
 
     Args:
       served: whose target has a tokenizer.
       worker: of its engine.
-      options: of the server.
+      config: of the server.
     """
-    routes = _Routes(served, worker, options)
+    routes = _Routes(served, worker, config)
     completions = routes.generating(protocol.parse_completion)
     chat = routes.generating(protocol.parse_chat)
     handlers: dict[Any, Any] = {ApiError: _error, HTTPException: _http_error, Exception: _bug}
@@ -73,12 +73,12 @@ def create_app(served: Served, worker: Worker, options: ServerOptions) -> Starle
             Middleware(AccessLog),
             Middleware(  # so that pages of these origins can read refusals, too
                 CORSMiddleware,
-                allow_origins=options.cors_origins,
+                allow_origins=config.cors_origins,
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],
             ),
-            Middleware(HostCheck, names=options.allowed_hosts),
-            Middleware(ClientLimit, limit=options.max_requests_per_client),
+            Middleware(HostCheck, names=config.allowed_hosts),
+            Middleware(ClientLimit, limit=config.max_requests_per_client),
         ],
         exception_handlers=handlers,
     )
@@ -87,8 +87,8 @@ def create_app(served: Served, worker: Worker, options: ServerOptions) -> Starle
 class _Routes:
     """Handlers of requests."""
 
-    def __init__(self, served: Served, worker: Worker, options: ServerOptions):
-        self._served, self._worker, self._options = served, worker, options
+    def __init__(self, served: Served, worker: Worker, config: ServerConfig):
+        self._served, self._worker, self._config = served, worker, config
         self._created = int(time.time())
         tokenizer = served.target.tokenizer
         tokenizer("")  # sets truncation and padding once: from now on threads only read it
@@ -103,9 +103,9 @@ class _Routes:
     def guarded(self, handler: Handler) -> Handler:
         """Returns the handler for requests with the key."""
 
-        async def check(request: Request) -> Response:
+        async def authorized(request: Request) -> Response:
             scheme, _, given = request.headers.get("authorization", "").partition(" ")
-            key = self._options.api_key
+            key = self._config.api_key
             if key is not None and not (
                 scheme.lower() == "bearer"
                 and hmac.compare_digest(given.strip().encode(), key.encode())
@@ -118,14 +118,14 @@ class _Routes:
                 )
             return await handler(request)
 
-        return check
+        return authorized
 
     def generating(self, parse: Parse) -> Handler:
         """Returns the handler that answers the bodies which `parse` reads."""
 
         async def handle(request: Request) -> Response:
             try:
-                data = await _body(request, self._options)
+                data = await _body(request, self._config)
             except ClientDisconnect:
                 return Response(status_code=CLOSED)
             return await _unless_disconnected(request, self._respond(request, parse, data))
@@ -155,7 +155,7 @@ class _Routes:
         return JSONResponse(responses.model_card(self._served, self._created))
 
     async def health(self, request: Request) -> Response:
-        state = self._worker.state(self._options.stall_s)
+        state = self._worker.state(self._config.stall_s)
         return JSONResponse({"status": state}, 200 if state == "ok" else 503)
 
     async def metrics(self, request: Request) -> Response:
@@ -185,9 +185,9 @@ async def _bug(request: Request, _: Exception) -> Response:
     return await _error(request, server_error("internal error"))
 
 
-async def _body(request: Request, options: ServerOptions) -> bytes:
+async def _body(request: Request, config: ServerConfig) -> bytes:
     """Returns the body of a request; raises ApiError (408, 413, 415)."""
-    limit = options.max_body_bytes
+    limit = config.max_body_bytes
     # A web page of another origin cannot send this type unless the server allows the origin.
     if (
         request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -200,7 +200,7 @@ async def _body(request: Request, options: ServerOptions) -> bytes:
         raise too_large
     data = bytearray()
     try:
-        async with asyncio.timeout(options.body_s):
+        async with asyncio.timeout(config.body_s):
             async for part in request.stream():
                 data += part
                 if len(data) > limit:
@@ -208,7 +208,7 @@ async def _body(request: Request, options: ServerOptions) -> bytes:
     except TimeoutError:
         raise ApiError(
             408,
-            f"the body has not arrived within {options.body_s:g} s, the limit of the server",
+            f"the body has not arrived within {config.body_s:g} s, the limit of the server",
             headers={"Connection": "close"},
         ) from None
     return bytes(data)

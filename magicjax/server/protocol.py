@@ -10,13 +10,13 @@ import numpy as np
 from jaxtyping import Int
 from pydantic_core import from_json
 
+from magicjax.decoding.detokenizer import Detokenizer
 from magicjax.decoding.prompts import (
     chat_tokens,
     check_template_kwargs,
     reads_variable,
     token_ids,
 )
-from magicjax.decoding.text_stream import TextStream
 from magicjax.engine.config import EngineConfig
 from magicjax.grammars.grammar import Grammar
 from magicjax.model import Model
@@ -113,7 +113,7 @@ def parse_completion(data: bytes, served: Served) -> Generation:
         raise ApiError(400, "prompt=[]: give at least one text or token", param="prompt")
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         prompt = [prompt]
-    n = _checked_count(body, len(prompt), served.config)
+    n = _validated_samples(body, len(prompt), served.config)
     for one in prompt:
         if isinstance(one, str):
             _check_characters(len(one), "prompt", served)
@@ -136,7 +136,7 @@ def parse_completion(data: bytes, served: Served) -> Generation:
 
 def _text(served: Served, tokens: Sequence[int]) -> str:
     """Returns the text of a prompt; the answer begins with its incomplete character."""
-    text = TextStream(served.target.tokenizer, split=False)
+    text = Detokenizer(served.target.tokenizer, split=False)
     text.push(tokens)
     return text.text
 
@@ -150,7 +150,7 @@ def parse_chat(data: bytes, served: Served) -> Generation:
     check_model(body.model, served)
     if not served.target.tokenizer.chat_template:
         raise ApiError(400, "the model has no chat template: use /v1/completions")
-    n = _checked_count(body, 1, served.config)
+    n = _validated_samples(body, 1, served.config)
     field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     if body.max_tokens not in (None, getattr(body, field)):
         raise ApiError(
@@ -248,7 +248,7 @@ def check_model(name: str | None, served: Served) -> None:
         )
 
 
-def _checked_count(body: CompletionBody | ChatBody, prompts: int, config: EngineConfig) -> int:
+def _validated_samples(body: CompletionBody | ChatBody, prompts: int, config: EngineConfig) -> int:
     """Returns the number of samples of each prompt."""
     n = body.n or 1
     if prompts * n > config.queue_limit:

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from magicjax.decoding.detokenizer import TokenTexts
 from magicjax.decoding.text import NewTokens, Result
-from magicjax.decoding.text_stream import TokenTexts
 from magicjax.server.protocol import Generation, Served
 from magicjax.server.tool_calls import CallParser, Tools, message
 from magicjax.verification.logprobs import LogProbs

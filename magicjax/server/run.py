@@ -11,7 +11,7 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.config import LOGGING_CONFIG
 
-from magicjax.server.options import ServerOptions
+from magicjax.server.config import ServerConfig
 from magicjax.server.worker import Worker
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -44,20 +44,20 @@ class Server(uvicorn.Server):
       draining: set it to end the server.
     """
 
-    def __init__(self, app: Starlette, worker: Worker, options: ServerOptions):
-        """The server of an application and of its engine."""
-        config = uvicorn.Config(
+    def __init__(self, app: Starlette, worker: Worker, config: ServerConfig):
+        """Makes the server of an application and its engine."""
+        uvicorn_config = uvicorn.Config(
             app,
             log_config=LOGGING_CONFIG | {"loggers": LOGGERS},
             access_log=False,  # the application has its own
             timeout_graceful_shutdown=FLUSH_S,
-            timeout_keep_alive=options.keep_alive_s,
-            limit_concurrency=options.max_connections + 1,  # the first number that is refused
+            timeout_keep_alive=config.keep_alive_s,
+            limit_concurrency=config.max_connections + 1,  # the first number that is refused
             server_header=False,
         )
-        super().__init__(config)
+        super().__init__(uvicorn_config)
         self.draining = False
-        self._worker, self._options = worker, options
+        self._worker, self._server_config = worker, config
         self._drain: asyncio.Future | None = None
         # By connection: its newest request, and since when this one has ended.
         self._idle: dict[Any, tuple[Any, float]] = {}
@@ -69,7 +69,7 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         if self.draining and self._drain is None:
-            self._drain = asyncio.ensure_future(self._worker.drain(self._options.drain_s))
+            self._drain = asyncio.ensure_future(self._worker.drain(self._server_config.drain_s))
         self._close_idle()
         drained = self._drain is not None and self._drain.done()
         self.should_exit = drained or self._worker.error is not None
@@ -88,7 +88,7 @@ class Server(uvicorn.Server):
             request, since = before.get(connection, (newest, now))
             if request is not newest:
                 since = now
-            if now - since > self._options.keep_alive_s:
+            if now - since > self._server_config.keep_alive_s:
                 connection.transport.close()
             else:
                 self._idle[connection] = newest, since
@@ -98,7 +98,7 @@ class Server(uvicorn.Server):
         await self._worker.stop()
 
 
-def run(app: Starlette, worker: Worker, bound: socket.socket, options: ServerOptions) -> int:
+def run(app: Starlette, worker: Worker, bound: socket.socket, config: ServerConfig) -> int:
     """Serves until a signal arrives or the engine fails; returns the exit code."""
-    Server(app, worker, options).run([bound])
+    Server(app, worker, config).run([bound])
     return 0 if worker.error is None else FAILED

@@ -46,7 +46,7 @@ def optimal(acceptance: npt.ArrayLike, nodes: int, depth: int) -> TokenTree:
 
     Source: Sequoia (arXiv 2402.12374), section 3.1, where acceptance depends on the rank alone.
     """
-    table = checked_acceptance(acceptance)
+    table = validated_acceptance(acceptance)
     nodes, depth = operator.index(nodes), operator.index(depth)
     if nodes < 2:
         raise ValueError(f"nodes={nodes} is too small: it includes the root, so give at least 2")
@@ -87,7 +87,7 @@ def expected_tokens(tree: TokenTree, acceptance: npt.ArrayLike) -> float:
 
     Source: Sequoia (arXiv 2402.12374), section 3.1.
     """
-    table = checked_acceptance(acceptance)
+    table = validated_acceptance(acceptance)
     if tree.width > table.shape[1]:
         raise ValueError(
             f"a node of the tree has {tree.width} children, but acceptance has {table.shape[1]} "
@@ -149,7 +149,7 @@ def _most_nodes(ranks: int, depth: int, enough: int) -> int:
     return total
 
 
-def checked_acceptance(acceptance: npt.ArrayLike) -> Float[np.ndarray, "depths ranks"]:
+def validated_acceptance(acceptance: npt.ArrayLike) -> Float[np.ndarray, "depths ranks"]:
     """Returns `acceptance` as float64 with a depth axis.
 
     Raises:

@@ -73,7 +73,7 @@ def children(parents: Parents, width: int) -> Int[Array, "*B N W"]:
     return xp.where(chosen.any(-1), chosen.argmax(-1), NO_NODE).astype(xp.int32)
 
 
-class Shape(NamedTuple):
+class TreeShape(NamedTuple):
     """Bounds of the trees that a drafter proposes.
 
     Attributes:
@@ -140,8 +140,8 @@ class TokenTree:
         return np.asarray(ancestor_mask(self.array))
 
     @property
-    def shape(self) -> Shape:
-        return Shape(self.num_nodes, self.depth, self.width)
+    def shape(self) -> TreeShape:
+        return TreeShape(self.num_nodes, self.depth, self.width)
 
     @property
     def depth(self) -> int:
@@ -244,8 +244,8 @@ class DynamicTree:
         return self.nodes
 
     @property
-    def shape(self) -> Shape:
-        return Shape(self.nodes, self.depth, self.width)
+    def shape(self) -> TreeShape:
+        return TreeShape(self.nodes, self.depth, self.width)
 
     def __str__(self) -> str:
         end = f", ended below probability {self.min_prob:g}" if self.min_prob else ""

@@ -21,7 +21,7 @@ from magicjax.decoding.decoder import Decoder
 from magicjax.decoding.request import Request
 from magicjax.decoding.text import NewTokens, Text
 from magicjax.engine.handle import Handle
-from magicjax.engine.templates import row_of_text
+from magicjax.engine.setup import row_request
 from tests.fuzz import checks
 from tests.fuzz.batches import prompt as random_prompt
 from tests.fuzz.checks import UNIT, WHOLE, Found
@@ -139,7 +139,7 @@ def _start(made: Configuration, clock: Any) -> Session:
         engine._controller = Forced(**vars(engine._controller))
     alone = None
     if not made.exact:
-        longest = np.zeros(engine._templates.capacity - 1, np.int32)
+        longest = np.zeros(engine._setup.capacity - 1, np.int32)
         options: dict[str, Any] = dict(drafter=drafter, tree=tree, eos_token_id=eos)
         options |= dict(temperature=1.0, verifier=made.verifier, max_tokens=made.new_tokens)
         options |= dict(top_k=3, top_p=0.9)  # as static settings
@@ -212,7 +212,7 @@ def _submit(rng, session: Session, most_requests: int) -> list[Asked]:
         if rng.random() < 0.5:
             sampling["top_p"] = float(rng.uniform(0.3, 1))
     prompt = _prompt(rng, session)
-    most = min(made.new_tokens, engine._templates.capacity - len(prompt))
+    most = min(made.new_tokens, engine._setup.capacity - len(prompt))
     params = magicjax.SamplingParams(
         max_tokens=None if rng.random() < 0.3 else int(rng.integers(1, most + 1)),
         stop=_stop(rng, session) if rng.random() < 0.3 else (),
@@ -232,7 +232,7 @@ def _submit(rng, session: Session, most_requests: int) -> list[Asked]:
 
 
 def _logprobs(rng, engine: magicjax.Engine) -> int | None:
-    if engine._templates.row.settings.logprobs is None:
+    if engine._setup.row.settings.logprobs is None:
         return None
     return [None, *range(LOGPROBS + 1)][rng.integers(LOGPROBS + 2)]
 
@@ -248,7 +248,7 @@ def _prompt(rng, session: Session) -> np.ndarray:
     text = earlier[rng.integers(len(earlier))]
     kept = text if rng.random() < 0.5 else text[: rng.integers(1, len(text) + 1)]
     whole = kept if rng.random() < 0.3 else np.concatenate([kept, new])
-    return whole[: session.engine._templates.capacity - 1 - int(rng.integers(8))]
+    return whole[: session.engine._setup.capacity - 1 - int(rng.integers(8))]
 
 
 def _stop(rng, session: Session) -> list[str]:
@@ -329,7 +329,7 @@ def _check_tokens(session: Session, asked: Text, tokens) -> int:
     target, prompt, limit = session.target, asked.prompt, asked.limit
     if asked.params.greedy:
         return checks.greedy(target, prompt, tokens)
-    sampling = row_of_text(session.engine._templates, asked).rows.sampling
+    sampling = row_request(session.engine._setup, asked).rows.sampling
     (how,) = checks.samplers(sampling, [prompt])
     if session.alone is None:
         return checks.sampled(target, prompt, tokens, how)

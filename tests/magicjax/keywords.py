@@ -64,7 +64,7 @@ def prepare(
     """Returns the placed request; of a target without weights, the validated one."""
     params, keywords = split(len(prompts), **settings)
     options = RequestOptions(**keywords)
-    request = preparation.validate(target, prompts, params, options)
+    request = preparation.validated_request(target, prompts, params, options)
     if target.params is None:
         return request
     return preparation.place(request, options.micro_batches, put)

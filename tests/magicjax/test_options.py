@@ -9,7 +9,7 @@ import pytest
 
 from magicjax import EngineConfig, SamplingParams
 from magicjax.checks import OptionError, check_number
-from magicjax.cli import options as cli
+from magicjax.cli import arg_utils
 from magicjax.engine.config import EngineLimitError
 from magicjax.options import check_options, documented, options_of, setting
 
@@ -79,8 +79,8 @@ def test_numbers_that_float32_lacks_are_errors():
 
 def parsed(*words: str) -> dict:
     parser = argparse.ArgumentParser()
-    cli.add_settings(parser, Baking, layers=dict(metavar="N"))
-    return cli.given(parser.parse_args(words), Baking)
+    arg_utils.add_settings(parser, Baking, layers=dict(metavar="N"))
+    return arg_utils.given(parser.parse_args(words), Baking)
 
 
 def test_settings_are_options():
@@ -91,7 +91,7 @@ def test_settings_are_options():
 
 def test_the_help_of_options_has_defaults_and_limits():
     parser = argparse.ArgumentParser()
-    cli.add_settings(parser, Baking, ("vegan",), layers=dict(metavar="N"))
+    arg_utils.add_settings(parser, Baking, ("vegan",), layers=dict(metavar="N"))
     text = " ".join(parser.format_help().split())
     for part in (
         "--degrees DEGREES of the oven; --minutes is the time (a number from 20 to 250); "
@@ -109,7 +109,7 @@ def test_the_command_line_names_options():
         (OptionError("{} has no {}", "stop_token_ids"), "--stop-token-id has no {}"),
         (OptionError("{}: no", "offload", True), "--offload: no"),
     ):
-        assert cli.explain(error, argparse.Namespace()) == text
+        assert arg_utils.explain(error, argparse.Namespace()) == text
 
 
 def test_errors_can_be_sent_to_another_process():

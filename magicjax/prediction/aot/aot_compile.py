@@ -23,7 +23,7 @@ from magicjax import placement
 from magicjax.decoding import program_cache
 from magicjax.decoding.decoder import Decoder
 from magicjax.decoding.loop import DecodeState
-from magicjax.decoding.preparation import place, validate
+from magicjax.decoding.preparation import place, validated_request
 from magicjax.decoding.request import Request, RequestOptions
 from magicjax.drafters.spec import make_drafter
 from magicjax.kv_cache.full_cache import KVCache
@@ -45,7 +45,7 @@ SHARED = re.compile(r"smem_scratch_bytes=(\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
-class Workload:
+class AotWorkload:
     """A workload, in the terms of the command line.
 
     Attributes:
@@ -99,7 +99,7 @@ def abstract_model(
     return dataclasses.replace(model, params=params)
 
 
-def abstract_request(load: Workload, mesh: AnyMesh) -> Request:
+def abstract_request(load: AotWorkload, mesh: AnyMesh) -> Request:
     """Returns the request of the whole batch, with sharded shapes as arrays.
 
     Raises:
@@ -130,13 +130,13 @@ def abstract_request(load: Workload, mesh: AnyMesh) -> Request:
     stored |= dict(kv_dtype=load.kv_dtype)
     target = model(load.target, **stored)
     params = SamplingParams(max_tokens=load.max_tokens)
-    request = validate(target, list(rows), params, options)
+    request = validated_request(target, list(rows), params, options)
     request = place(request, load.micro_batches, put=shape)
     settings = dataclasses.replace(request.settings, backend=_backend(load, request))
     return dataclasses.replace(request, settings=settings)
 
 
-def _backend(load: Workload, request: Request) -> str:
+def _backend(load: AotWorkload, request: Request) -> str:
     """Returns the attention backend of all models.
 
     Raises:
@@ -156,7 +156,7 @@ def _backend(load: Workload, request: Request) -> str:
     return load.backend
 
 
-def _check(load: Workload) -> None:
+def _check(load: AotWorkload) -> None:
     if load.batch < 1:
         raise ValueError(f"batch={load.batch} must be at least 1")
     if load.tree and not load.drafter:
@@ -296,10 +296,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m magicjax.prediction.aot.aot_compile", description=__doc__
     )
-    parser.add_argument("workload", help="a Workload's fields, as JSON")
+    parser.add_argument("workload", help="the fields of an AotWorkload, as JSON")
     parser.add_argument("out", help="the JSON file to write")
     options = parser.parse_args(arguments)
-    load = Workload(**json.loads(options.workload))
+    load = AotWorkload(**json.loads(options.workload))
     mesh = targets.topology_mesh(load.device, load.mesh_size)
     request = abstract_request(load, mesh)
     with tempfile.TemporaryDirectory() as folder:

@@ -9,7 +9,7 @@ from magicjax.decoding.footprint import Footprint
 from magicjax.decoding.request import Request
 from magicjax.drafters import SmallModel
 from magicjax.model import Model
-from magicjax.prediction.aot.aot_compile import Workload, abstract_request
+from magicjax.prediction.aot.aot_compile import AotWorkload, abstract_request
 from pallas_kernels.xla import BLOCK
 from sharding import abstract_mesh, part_bytes
 
@@ -18,7 +18,7 @@ SCORES = 8  # simultaneously live score arrays of the `xla` backend (measured: 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Estimate:
+class MemoryEstimate:
     """Bytes of a workload on each device.
 
     Attributes:
@@ -55,7 +55,7 @@ class Estimate:
         return after - before
 
 
-def count(load: Workload) -> Estimate:
+def count(load: AotWorkload) -> MemoryEstimate:
     """Returns the bytes of a workload.
 
     Raises:
@@ -70,7 +70,7 @@ def count(load: Workload) -> Estimate:
     drafts = [small.model for small in _small_models(request)]
     reading = max((_activations(draft, request, tokens, 1) for draft in drafts), default=0)
     limited = [small.model for small in _small_models(request) if small.sink_positions == "text"]
-    return Estimate(
+    return MemoryEstimate(
         request=request,
         footprint=counted,
         rest=state - counted.target_kv - counted.draft_kv + prompts,

@@ -24,8 +24,8 @@ from magicjax.prediction.cost_model.rounds import (
     sources,
 )
 from magicjax.prediction.cost_model.work import (
-    Part,
     Sizes,
+    Work,
     check_heads,
     kv_shards,
     pass_parts,

@@ -12,8 +12,8 @@ from magicjax.prediction.cost_model.measured import DRAFT, PASS
 from magicjax.prediction.cost_model.work import (
     BLOCKS,
     HOST,
-    Part,
     Sizes,
+    Work,
     divides,
     kv_shards,
     pass_parts,
@@ -98,7 +98,7 @@ class RoundCost:
         return tokens * self.target / self.total
 
 
-def seconds(parts: Mapping[str, Part], device: Device) -> dict[str, float]:
+def seconds(parts: Mapping[str, Work], device: Device) -> dict[str, float]:
     """Returns the seconds of each part.
 
     Copies of a layer from the host overlap with the computation of the previous layer, if the
@@ -152,7 +152,7 @@ def choice_seconds(draft: Draft, machine: Machine, batch: int, context: int) -> 
         return 0.0
     sizes, rows = draft.sizes, machine.rows(batch)
     pages = rows * context / draft.page_size
-    work = Part(
+    work = Work(
         bytes=pages * sizes.slot_bytes(None) / kv_shards(sizes, machine),
         flops=4 * pages * sizes.num_layers * sizes.num_heads * sizes.head_dim / machine.model,
     )

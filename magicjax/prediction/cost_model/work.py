@@ -202,7 +202,7 @@ def sizes_of(
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class Work:
     """The work of one part of a pass, on one device.
 
     Attributes:
@@ -229,7 +229,7 @@ def pass_parts(
     nodes: int,
     slots: float,
     slot_bytes: float | None = None,
-) -> dict[str, Part]:
+) -> dict[str, Work]:
     """Returns the work of each part of a pass, on one device.
 
     Args:
@@ -257,14 +257,14 @@ def pass_parts(
     new_kv = tokens * sizes.kv_bytes  # written
     slots = sizes.slots_per_layer(slots)
 
-    def linear(elements: float, itemsize: float, small: int = 0, used: float | None = None) -> Part:
+    def linear(elements: float, itemsize: float, small: int = 0, used: float | None = None) -> Work:
         moved = itemsize * elements + sizes.itemsize * small
-        return Part(bytes=moved / g, flops=2 * (elements if used is None else used) * padded / g)
+        return Work(bytes=moved / g, flops=2 * (elements if used is None else used) * padded / g)
 
     scores = sizes.num_layers * sizes.num_heads * sizes.head_dim * (slots + nodes)
     hidden = tokens * sizes.hidden_size * sizes.itemsize
     messages = 2 * sizes.num_layers if g > 1 else 0
-    fetched = {HOST: Part(fetched=sizes.streamed_bytes / g)} if sizes.streamed else {}
+    fetched = {HOST: Work(fetched=sizes.streamed_bytes / g)} if sizes.streamed else {}
     return {
         "projections": linear(sizes.attention, sizes.matrix_itemsize),
         "MLP": linear(
@@ -273,16 +273,16 @@ def pass_parts(
             sizes.small,
             sizes.mlp * (sizes.experts_per_token / sizes.experts if sizes.experts else 1),
         ),
-        "attention": Part(
+        "attention": Work(
             bytes=(rows * slots * per_slot + new_kv) / kv_shards(sizes, machine),
             flops=4 * padded * scores / g,
         ),
         "logits": linear(sizes.unembedding, sizes.output_itemsize),
-        "selection": Part(
+        "selection": Work(
             bytes=LOGIT_PASSES * LOGIT_BYTES * tokens * sizes.vocab_size / g, messages=int(g > 1)
         ),
-        "collectives": Part(messages=messages, sent=messages * 2 * (g - 1) / g * hidden),
-        "overhead": Part(layers=sizes.num_layers),
+        "collectives": Work(messages=messages, sent=messages * 2 * (g - 1) / g * hidden),
+        "overhead": Work(layers=sizes.num_layers),
         **fetched,
     }
 

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Float
 
 from magicjax.drafters.spec import parse_one
-from magicjax.trees.sequoia import checked_acceptance
+from magicjax.trees.sequoia import validated_acceptance
 
 HOW = (
     "pass a rate (0.8, the share of drafted tokens accepted if all before them were), rates by the "
@@ -176,7 +176,7 @@ def _table_of(rates: Any, where: str) -> tuple[tuple[float, ...], ...]:
     try:
         if isinstance(rates, str):
             rates = [float(word) for word in rates.split()]
-        table = checked_acceptance(np.atleast_1d(np.asarray(rates, np.float64)))
+        table = validated_acceptance(np.atleast_1d(np.asarray(rates, np.float64)))
     except ValueError as error:
         raise ValueError(f"{where}: {error}; {HOW}") from error
     return tuple(tuple(map(float, row)) for row in table)

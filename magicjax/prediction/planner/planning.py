@@ -14,7 +14,7 @@ from magicjax.prediction.cost_model import (
     Sizes,
     round_cost,
 )
-from magicjax.trees.sequoia import checked_acceptance, expected_tokens, optimal
+from magicjax.trees.sequoia import expected_tokens, optimal, validated_acceptance
 from magicjax.trees.token_tree import TokenTree, chain
 
 MAX_DEPTH = 16
@@ -176,7 +176,7 @@ def cost_of(
 @functools.lru_cache(maxsize=256)
 def _trees(acceptance: Acceptance, deepest: int) -> tuple[tuple[TokenTree, float], ...]:
     """Returns the trees of the search, each with its expected tokens per round."""
-    table = checked_acceptance(acceptance)
+    table = validated_acceptance(acceptance)
     trees = [chain(depth) for depth in range(1, deepest + 1)]
     if table.shape[1] > 1:
         trees += [

@@ -6,7 +6,7 @@ from experiments.schema import config, fields, grid
 
 
 def cells(**settings):
-    groups = grid.groups(fields.checked(config.Experiment, settings, "test"))
+    groups = grid.groups(fields.validated(config.Experiment, settings, "test"))
     return [cell for group in groups for cell in group]
 
 

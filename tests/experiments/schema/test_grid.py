@@ -8,7 +8,7 @@ from experiments.schema import config, fields, grid, method
 from magicjax import policies
 from magicjax.drafters import spec
 
-EXPERIMENT = fields.checked(
+EXPERIMENT = fields.validated(
     config.Experiment,
     {
         "zip": [{"batch": [1, 4, 4], "context": [2048, 2048, 8192]}],
@@ -37,7 +37,7 @@ def test_a_grid_is_a_product_with_a_group_for_each_combination_of_the_axes():
 
 def test_the_weights_of_drafts_are_in_their_names_and_have_no_agreement():
     drafts = {"drafter": ["full", "small:somewhere/draft-1"], "weights": ["", "int4:32"]}
-    (group,) = grid.groups(fields.checked(config.Experiment, {"methods": [drafts]}, "test"))
+    (group,) = grid.groups(fields.validated(config.Experiment, {"methods": [drafts]}, "test"))
     assert [cell.method for cell in group] == [
         "full, chain:4",
         "full:weights=int4:32, chain:4",
@@ -66,7 +66,7 @@ def test_the_weights_of_drafts_are_in_their_names_and_have_no_agreement():
 )
 def test_the_same_cell_twice_is_refused(change, message):
     with pytest.raises(fields.ConfigError, match=message):
-        grid.groups(fields.checked(config.Experiment, change, "test"))
+        grid.groups(fields.validated(config.Experiment, change, "test"))
 
 
 def test_a_cell_parses_its_drafter_and_its_tree_once(monkeypatch):
@@ -124,7 +124,7 @@ def test_a_fingerprint_names_the_weights_not_the_folder(tmp_path):
     assert grid.fingerprint("opt-125m") == ""
 
 
-SAMPLED = fields.checked(
+SAMPLED = fields.validated(
     config.Experiment,
     {
         "temperature": 1.0,
@@ -165,7 +165,7 @@ def test_a_sampled_grid_resolves_its_settings_and_asks_the_drafters_for_their_bo
 
 
 def cells_of(*methods):
-    return grid.groups(fields.checked(config.Experiment, {"methods": list(methods)}, "test"))[0]
+    return grid.groups(fields.validated(config.Experiment, {"methods": list(methods)}, "test"))[0]
 
 
 def test_policies_budgets_refreshes_and_dtypes_make_a_cell_of_each_combination():
@@ -252,7 +252,7 @@ def test_auto_tries_its_drafters_with_its_tree():
             "tree": "chain:4",
         },
     ]
-    experiment = fields.checked(config.Experiment, {"methods": methods}, "test")
+    experiment = fields.validated(config.Experiment, {"methods": methods}, "test")
     default, custom = grid.groups(experiment)[0]
     assert (default.method, custom.method) == ("auto, chain:8", "auto, chain:4")
     assert (default.models, custom.models) == ((), ("a/b",))

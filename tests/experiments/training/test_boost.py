@@ -84,7 +84,7 @@ def settings(folder, **changes) -> boost_config.Boosting:
         corpus=str(folder / "corpus"),
     )
     raw = {k: v for k, v in (raw | changes).items() if v is not None}
-    return config.checked(boost_config.Boosting, raw, "test")
+    return config.validated(boost_config.Boosting, raw, "test")
 
 
 def drafts_in(out: pathlib.Path) -> list[bytes]:

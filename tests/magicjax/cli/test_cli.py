@@ -17,7 +17,7 @@ import pytest
 import magicjax
 import models
 from magicjax import loading
-from magicjax.cli import main, text
+from magicjax.cli import main, printing
 from magicjax.decoding.counts import Counts
 from magicjax.decoding.text import Text
 from magicjax.decoding.token_bytes import bytes_of_byte_level
@@ -146,7 +146,7 @@ def test_tokens_are_shown_with_their_spaces_and_bytes():
     tokens = np.array(tokenizer.convert_tokens_to_ids(names))
     none = np.zeros((len(names), 0))
     log_probs = LogProbs(np.full(len(names), -0.5), none, none.astype(int))
-    _, *lines = text.log_prob_lines(tokenizer, tokens, log_probs).splitlines()
+    _, *lines = printing.log_prob_lines(tokenizer, tokens, log_probs).splitlines()
     shown = ["' '", "'a'", "'<s>'", r"b'\xe4'", "'A'", repr(names[-1].replace("▁", " "))]
     assert lines == [f"  -0.500 {each}" for each in shown]
 
@@ -210,10 +210,10 @@ def test_a_character_of_several_tokens_is_printed_when_it_is_complete(directory,
         return types.SimpleNamespace(results=[made.result(None, Counts())])
 
     monkeypatch.setattr(builtins, "print", lambda text, **_: printed.append(text))
-    text.print_stream(rounds(5))
+    printing.print_stream(rounds(5))
     assert printed == ["n", "", "", "☃", "!", ""]
     printed.clear()
-    text.print_stream(rounds(2))  # an incomplete character at the end
+    printing.print_stream(rounds(2))  # an incomplete character at the end
     assert printed == ["n", "", "\N{REPLACEMENT CHARACTER}"]
 
 
@@ -229,13 +229,13 @@ def test_a_terminal_shows_reasoning_dimly(is_terminal, monkeypatch, capsys):
             yield [made.push(tokens[:n], None, n == len(tokens))]
         return types.SimpleNamespace(results=[made.result(None, Counts())])
 
-    text.print_stream(rounds())
+    printing.print_stream(rounds())
     shown = capsys.readouterr().out
     if not is_terminal:
         assert shown == "Yes\n"
         return
-    assert shown.startswith(text.DIM) and shown.endswith(f"{text.NORMAL}\n\nYes\n")
-    assert shown.replace(text.DIM, "").replace(text.NORMAL, "") == "Hm.\n\nYes\n"
+    assert shown.startswith(printing.DIM) and shown.endswith(f"{printing.NORMAL}\n\nYes\n")
+    assert shown.replace(printing.DIM, "").replace(printing.NORMAL, "") == "Hm.\n\nYes\n"
 
 
 def test_python_runs_the_package_as_the_command():

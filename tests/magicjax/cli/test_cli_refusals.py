@@ -12,7 +12,7 @@ import safetensors.numpy
 import models
 from magicjax import loading
 from magicjax.cli import calibrate, fit, generate, plan
-from magicjax.cli.options import in_option_names
+from magicjax.cli.arg_utils import in_option_names
 from magicjax.decoding import program_cache
 
 REFUSED = {

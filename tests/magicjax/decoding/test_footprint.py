@@ -18,7 +18,7 @@ from sharding import abstract_mesh, part_bytes
 from tests.magicjax import keywords, tiny
 from tests.quick import quick
 
-LOAD = aot_compile.Workload("llama-2-7b-32k", "", "", 8, 2048, "h100", max_tokens=64)
+LOAD = aot_compile.AotWorkload("llama-2-7b-32k", "", "", 8, 2048, "h100", max_tokens=64)
 WORKLOADS = {
     "layers": {"drafter": "self:streaming:256:layers=0-7,24-31"},
     "pages": {"drafter": "quest:256", "model": 2},

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from magicjax.decoding.detokenizer import Detokenizer
 from magicjax.decoding.prompts import chat_tokens
-from magicjax.decoding.text_stream import TextStream
 from magicjax.grammars.grammar import Grammar
 from tests.magicjax.small_tokenizers import DEEPSEEK, QWEN3, TURN, TURNS, make, with_thinking
 
@@ -27,24 +27,24 @@ def divided(text: str, inside: bool) -> tuple[str, str]:
     return reasoning.strip("\n"), answer.lstrip("\n") if end else ""
 
 
-def streamed(stream: TextStream, tokens, sizes=(1,)) -> tuple[str, str]:
+def streamed(detokenizer: Detokenizer, tokens, sizes=(1,)) -> tuple[str, str]:
     """Returns (the reasoning, the text) of tokens that arrive in pieces; both only grow."""
     text, begin, i = "", 0, 0
-    while begin < len(tokens) and not stream.stopped:
-        before = stream.reasoning
+    while begin < len(tokens) and not detokenizer.stopped:
+        before = detokenizer.reasoning
         size = sizes[i % len(sizes)]
-        text += stream.push(tokens[begin : begin + size])[1]
-        assert stream.reasoning.startswith(before)
+        text += detokenizer.push(tokens[begin : begin + size])[1]
+        assert detokenizer.reasoning.startswith(before)
         begin, i = begin + size, i + 1
-    text += stream.finish()
-    assert text == stream.text
-    return stream.reasoning, text
+    text += detokenizer.finish()
+    assert text == detokenizer.text
+    return detokenizer.reasoning, text
 
 
 def answer(tokenizer, prompt: str, text: str, **options) -> tuple[str, str]:
     """Returns (the reasoning, the text) after a prompt."""
     before, new = (tokenizer(x)["input_ids"] for x in (prompt, text))
-    return streamed(TextStream(tokenizer, prompt=before, **options), new)
+    return streamed(Detokenizer(tokenizer, prompt=before, **options), new)
 
 
 @pytest.mark.parametrize("markers", MARKERS)
@@ -60,16 +60,16 @@ def test_any_cut_of_the_tokens_gives_the_parts_of_the_whole(markers, pieces, ins
     prompt, tokens = (tokenizer(x)["input_ids"] for x in (ASKED[inside], "".join(pieces)))
     for new in (tokens, tokens[:cut]):
         whole = tokenizer.backend_tokenizer.decode(new, skip_special_tokens=False)
-        assert streamed(TextStream(tokenizer, prompt=prompt), new, sizes) == divided(whole, inside)
+        assert streamed(Detokenizer(tokenizer, prompt=prompt), new, sizes) == divided(whole, inside)
 
 
 def test_only_what_may_become_a_marker_is_held_back():
     tokenizer = with_thinking("text")
-    stream = TextStream(tokenizer, prompt=tokenizer(ASKED[True])["input_ids"])
+    detokenizer = Detokenizer(tokenizer, prompt=tokenizer(ASKED[True])["input_ids"])
     arrived = []
     for character in "a<b</tc\n</think>d</":
-        text = stream.push(tokenizer(character)["input_ids"])[1]
-        arrived.append(text or stream.reasoning)
+        text = detokenizer.push(tokenizer(character)["input_ids"])[1]
+        arrived.append(text or detokenizer.reasoning)
     assert arrived[:8] == ["a", "a", "a<b", "a<b", "a<b", "a<b", "a<b</tc", "a<b</tc"]
     assert {*arrived[8:-3]} == {"a<b</tc"} and arrived[-3:] == ["d", "<", "/"]
 
@@ -94,10 +94,10 @@ def test_only_what_may_become_a_marker_is_held_back():
 def test_the_template_says_where_reasoning_begins(markers, template, kwargs, new, expected):
     tokenizer = with_thinking(markers, template)
     messages = [{"role": "user", "content": "What is <think>"}]
-    stream = TextStream(tokenizer, prompt=chat_tokens(tokenizer, messages, kwargs))
+    detokenizer = Detokenizer(tokenizer, prompt=chat_tokens(tokenizer, messages, kwargs))
     if expected is None:
         expected = "", new if markers != "special" else "\nHm.\n"
-    assert streamed(stream, tokenizer(new)["input_ids"]) == expected
+    assert streamed(detokenizer, tokenizer(new)["input_ids"]) == expected
 
 
 def test_stop_strings_are_searched_for_in_the_answer_only():

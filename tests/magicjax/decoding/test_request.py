@@ -12,7 +12,7 @@ import transformers
 import magicjax
 import models
 from magicjax import loading
-from magicjax.decoding.preparation import place, prepare, validate
+from magicjax.decoding.preparation import place, prepare, validated_request
 from magicjax.decoding.request import RequestOptions
 from magicjax.parallel.layouts import Resident
 from magicjax.sources import Source
@@ -39,7 +39,7 @@ def test_generate_and_stream_take_the_options_that_are_validated():
 
 def test_a_target_without_weights_is_validated_on_the_host():
     skeleton = magicjax.Model(models.build(tiny.config()), None)
-    request = validate(skeleton, PROMPTS, PARAMS)
+    request = validated_request(skeleton, PROMPTS, PARAMS)
     assert all(type(array) is np.ndarray for array in arrays(request))
     assert request.rows.tokens.tolist() == [[1, 2] + [0] * 14, [3] + [0] * 15]
     assert request.rows.limits.tolist() == [3, 4]
@@ -71,10 +71,10 @@ def test_a_preset_keeps_the_tokenizer_that_it_was_given(monkeypatch):
 def test_a_copy_is_validated_for_the_mesh_before_the_target_has_weights():
     skeleton = dataclasses.replace(tiny.model(), params=None)
     options = RequestOptions(drafter=magicjax.FullCacheSpeculation(weights="int4:8"))
-    validate(skeleton, PROMPTS, options=options)
+    validated_request(skeleton, PROMPTS, options=options)
     options = dataclasses.replace(options, mesh=abstract_mesh(model=2))
     with pytest.raises(ValueError, match="groups of 8 do not divide the 20 inputs of mlp/down on"):
-        validate(skeleton, PROMPTS, options=options)
+        validated_request(skeleton, PROMPTS, options=options)
 
 
 def test_each_row_has_its_parameters():
@@ -84,13 +84,13 @@ def test_each_row_has_its_parameters():
         magicjax.SamplingParams(temperature=0.5, top_k=7, seed=3),
         magicjax.SamplingParams(temperature=0.5, seed=3, logprobs=2, stop="a"),
     ]
-    sampling = validate(spelled.target(), PROMPTS + [[4]], params).rows.sampling
+    sampling = validated_request(spelled.target(), PROMPTS + [[4]], params).rows.sampling
     assert sampling.temperature.tolist() == [1.0, 0.5, 0.5]
     assert sampling.top_k.tolist() == [1, 7, 0]
     for row, seed in enumerate((0, 3, 3)):
         (key,) = row_keys(seed, np.array([row]))
         assert (jax.random.key_data(sampling.keys[row]) == jax.random.key_data(key)).all()
-    assert validate(tiny.model(), PROMPTS, [params[0]] * 2).rows.sampling is None
+    assert validated_request(tiny.model(), PROMPTS, [params[0]] * 2).rows.sampling is None
 
 
 def test_a_row_gets_the_log_probabilities_that_it_requested():
@@ -113,9 +113,11 @@ def test_the_result_of_a_tokenizer_is_read_without_its_padding(padding):
     for kind in (list,) if mask is None else (list, np.array):
         masks = {} if mask is None else {"attention_mask": kind(mask)}
         encoding = transformers.BatchEncoding({"input_ids": kind(ids)} | masks)
-        request = validate(tiny.model(), encoding)
+        request = validated_request(tiny.model(), encoding)
         assert [row.tolist() for row in request.prompts] == [[1, 2], [4, 5, 6]]
-    one = validate(tiny.model(), [{"input_ids": [9, 1, 2], "attention_mask": [0, 1, 1]}, [3]])
+    one = validated_request(
+        tiny.model(), [{"input_ids": [9, 1, 2], "attention_mask": [0, 1, 1]}, [3]]
+    )
     assert [row.tolist() for row in one.prompts] == [[1, 2], [3]]
 
 
@@ -123,10 +125,10 @@ def test_padding_without_its_mask_is_an_error():
     target = dataclasses.replace(tiny.model(), pad_token_id=9, eos_token_ids=())
     for ids in ([[9, 1, 2], [4, 5, 6]], [[1, 2, 9], [4, 5, 6]]):
         with pytest.raises(ValueError, match="prompt 0 begins or ends with the pad token 9: pass"):
-            validate(target, ids)
-    assert len(validate(target, [[9, 1, 2], [4, 5]]).prompts) == 2  # not padded
+            validated_request(target, ids)
+    assert len(validated_request(target, [[9, 1, 2], [4, 5]]).prompts) == 2  # not padded
     ends = dataclasses.replace(target, eos_token_ids=(9,))  # many models pad with EOS
-    assert len(validate(ends, [[9, 1], [1, 2]]).prompts) == 2
+    assert len(validated_request(ends, [[9, 1], [1, 2]]).prompts) == 2
 
 
 def test_texts_are_not_padded():
@@ -139,13 +141,13 @@ def test_texts_are_not_padded():
         padding = dataclasses.replace(target, pad_token_id=pad, eos_token_ids=())
         ids = [tokenizer(text)["input_ids"] for text in texts]
         assert ids[0] == [pad] and len(ids[1]) == 1
-        found = validate(padding, texts).prompts
+        found = validated_request(padding, texts).prompts
         assert [row.tolist() for row in found] == ids
         if pad == exclamation:
-            assert len(validate(padding, ids).prompts) == 2
+            assert len(validated_request(padding, ids).prompts) == 2
         else:
             with pytest.raises(ValueError, match="prompt 0 begins or ends with the pad token"):
-                validate(padding, ids)
+                validated_request(padding, ids)
 
 
 @pytest.mark.parametrize("pad", [-1, 2**32])
@@ -153,14 +155,14 @@ def test_a_pad_token_outside_of_the_vocabulary_is_in_no_prompt(pad):
     """LLaMA-1's config has -1."""
     tokenizer = small_tokenizers.make("byte-level")
     target = dataclasses.replace(tiny.model(), tokenizer=tokenizer, pad_token_id=pad)
-    assert len(validate(target, [[1, 2], [3, 4]]).prompts) == 2
+    assert len(validated_request(target, [[1, 2], [3, 4]]).prompts) == 2
 
 
 def test_messages_are_rendered_with_the_chat_template():
     target = dataclasses.replace(tiny.model(), tokenizer=ChatTokenizer())
     messages = [{"role": "user", "content": [7]}]
     for prompts, rows in ((messages, 1), ([messages], 1), ([messages, [5]], 2)):
-        request = validate(target, prompts)
+        request = validated_request(target, prompts)
         assert [row.tolist() for row in request.prompts] == [[1, 7, 2], [5]][:rows]
 
 
@@ -179,7 +181,7 @@ class ChatTokenizer:
 
 
 def test_placed_arrays_equal_the_validated_ones():
-    request = validate(tiny.model(), PROMPTS, PARAMS)
+    request = validated_request(tiny.model(), PROMPTS, PARAMS)
     placed = place(request)
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(placed.rows.sampling))
     for array, on_device in zip(arrays(request), arrays(placed), strict=True):

@@ -210,7 +210,7 @@ def of(first=None, middle=None, first_tree=None) -> magicjax.Cascade:
     return magicjax.Cascade(first, middle or tiny.drafter("self"), first_tree)
 
 
-def checked(drafter, tree, **options) -> None:
+def check(drafter, tree, **options) -> None:
     keywords.prepare(tiny.model(), [[1, 2, 3]], drafter=drafter, tree=tree, **options)
 
 
@@ -246,35 +246,35 @@ REFUSED = {
         "a cascade within an ensemble is not supported: use the other drafters in an ensemble",
     ),
     "no chain": (
-        lambda: checked(of(first_tree=CHAIN(2)), tiny.TREES["2,2,1"]),
+        lambda: check(of(first_tree=CHAIN(2)), tiny.TREES["2,2,1"]),
         "the target of a cascade verifies a chain: use chain:3 instead of",
     ),
     "a dynamic tree": (
-        lambda: checked(of(first_tree=CHAIN(2)), tiny.SPECIAL["dynamic"]),
+        lambda: check(of(first_tree=CHAIN(2)), tiny.SPECIAL["dynamic"]),
         "the target of a cascade verifies a chain: use chain:4 instead of",
     ),
     "first deeper": (
-        lambda: checked(of(first_tree=CHAIN(5)), CHAIN(4)),
+        lambda: check(of(first_tree=CHAIN(5)), CHAIN(4)),
         "first drafter's tree has depth 5, and the target verifies a chain of 4: use at least ch",
     ),
     "first of a root": (
-        lambda: checked(of(first_tree=magicjax.TokenTree((-1,))), CHAIN(4)),
+        lambda: check(of(first_tree=magicjax.TokenTree((-1,))), CHAIN(4)),
         "first_tree has only a root: give it a child",
     ),
     "a tree of the first": (
-        lambda: checked(of(first_tree=tiny.TREES["2,2,1"]), CHAIN(4)),
+        lambda: check(of(first_tree=tiny.TREES["2,2,1"]), CHAIN(4)),
         "prompt lookup proposes chains, and this tree branches",
     ),
     "a ring of the middle": (
-        lambda: checked(of(first_tree=CHAIN(2)), CHAIN(10)),
+        lambda: check(of(first_tree=CHAIN(2)), CHAIN(10)),
         r"its ring has 10 slots .* needs at least tree depth \(10\) . 1 = 11",
     ),
     "a head and skipped layers": (
-        lambda: checked(of(tiny.drafter("eagle"), middle_of_a_layer()), CHAIN(2)),
+        lambda: check(of(tiny.drafter("eagle"), middle_of_a_layer()), CHAIN(2)),
         "an EAGLE head, which reads inputs of all layers, .* layers='0' only: omit layers",
     ),
     "mixed draws": (
-        lambda: checked(
+        lambda: check(
             of(
                 magicjax.Ensemble(
                     [

@@ -95,23 +95,23 @@ REFUSED = {
     "weights": (lambda: drafter(weights="int3"), "int3"),
     "every": (lambda: drafter(every=0), "refresh_every=0: it must be at least 1"),
     "budget": (
-        lambda: checked(drafter(11)),
+        lambda: check(drafter(11)),
         "budget=11 is too small: use at least 12, for 3 pages of 4 slots (the first, 1 of the "
         "newest tokens, 1 chosen",
     ),
     "recent": (
-        lambda: checked(drafter(16, recent=9)),
+        lambda: check(drafter(16, recent=9)),
         "use at least 20, for 5 pages of 4 slots (the first, 3 of the newest",
     ),
     "larger page": (
-        lambda: checked(drafter(48, page_size=64)),
+        lambda: check(drafter(48, page_size=64)),
         "budget=48 is too small: use at least 192",
     ),
-    "context": (lambda: checked(drafter(600)), "budget=600 is larger than the context .* 512"),
+    "context": (lambda: check(drafter(600)), "budget=600 is larger than the context .* 512"),
 }
 
 
-def checked(own: magicjax.PageRetrieval) -> None:
+def check(own: magicjax.PageRetrieval) -> None:
     own.check(tiny.model(), tiny.TREES["chain4"], 4, 100)
 
 
@@ -121,7 +121,7 @@ def test_wrong_settings_are_refused_before_anything_is_compiled(what):
     with pytest.raises(ValueError, match=message.replace("(", r"\(")) as error:
         make()
     assert re.search("use|omit", str(error.value))
-    checked(drafter(12))  # the minimum that the error names
+    check(drafter(12))  # the minimum that the error names
 
 
 def test_the_text_of_a_drafter_has_the_page_size():

@@ -105,7 +105,7 @@ def check_rows(engine: magicjax.Engine) -> int:
     """Asserts that the rows' caches are those of a fresh prefill; returns the number of rows."""
     state, texts = rows_of(engine)
     if texts:
-        drafter = engine._templates.row.drafter
+        drafter = engine._setup.row.drafter
         check_state(state, texts, tiny.model(), drafter, disabled_rows(engine))
     return len(texts)
 

@@ -121,7 +121,7 @@ def test_arrays_in_host_memory_share_none_with_the_device(in_8_bits):
 
 
 def row_bytes(name: str) -> int:
-    return sum(Long.engine(name, prefix_bytes=0)._templates.row.kv_bytes)
+    return sum(Long.engine(name, prefix_bytes=0)._setup.row.kv_bytes)
 
 
 def documents() -> list[np.ndarray]:
@@ -162,7 +162,7 @@ def reused(case: str, mesh: list[int] | None) -> tuple[list[list[int]], int]:
         target = mesh_cases.target(kv_heads)
         return magicjax.Engine(target, drafter(kv_heads, None), tree, config, mesh=made)
 
-    size = sum(engine(prefix_bytes=0)._templates.row.kv_bytes)
+    size = sum(engine(prefix_bytes=0)._setup.row.kv_bytes)
     served = engine(prefix_bytes=size, host_prefix_bytes=AMPLE)
     asked = [np.concatenate([text[:100], text[-10 - n :]]) for n, text in enumerate(documents())]
     tokens = [served.submit(prompt % 60, GREEDY).result().tokens for prompt in asked]

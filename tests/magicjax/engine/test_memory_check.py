@@ -11,7 +11,7 @@ from magicjax.decoding import memory, program_cache
 from magicjax.decoding.preparation import capacity_of
 from magicjax.decoding.request import Request
 from magicjax.engine import engine as engine_module
-from magicjax.engine import memory_check, templates
+from magicjax.engine import memory_check, setup
 from magicjax.engine.config import MAX_PREFILLS
 from magicjax.engine.memory_check import check, proportionate_slots
 from magicjax.parallel import offloading
@@ -24,7 +24,7 @@ SLOTS, CAPACITY = 6, 300
 def validated(name: str = "small", **options) -> tuple[EngineConfig, Request]:
     drafter, tree = engines.DRAFTERS[name]
     defaults = dict(slots=SLOTS, capacity=CAPACITY, max_tokens=engines.NEW)
-    return templates.validated(tiny.model(), drafter, tree, EngineConfig(**defaults | options))
+    return setup.validated_row(tiny.model(), drafter, tree, EngineConfig(**defaults | options))
 
 
 def check_engine(available: float, name: str = "small", **options) -> None:
@@ -102,7 +102,7 @@ def test_what_cannot_help_is_not_named():
 
 def test_an_engine_is_refused_before_allocation(monkeypatch):
     monkeypatch.setattr(offloading, "free_host_memory", lambda: 1000)
-    monkeypatch.setattr(engine_module, "empty_state", lambda templates: pytest.fail("allocated"))
+    monkeypatch.setattr(engine_module, "empty_state", lambda setup: pytest.fail("allocated"))
     before = program_cache.totals()
     with pytest.raises(
         memory.OutOfMemoryError, match="2 rows for prefill and 2 for prefixes needs"

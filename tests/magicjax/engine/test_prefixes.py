@@ -45,7 +45,7 @@ def test_questions_on_one_document_prefill_it_once(name, tally):
     for number, handle in enumerate(handles):
         stats = handle.result().stats
         assert stats.reused_tokens == (250 if number else 0)
-        window = max(1, engine._templates.prefill_rule.window)
+        window = max(1, engine._setup.prefill_rule.window)
         whole = number == 0
         assert stats.prefilled_tokens <= (len(asked[0]) + window if whole else 13 + window)
     assert (engine.stats.prefix_lookups, engine.stats.prefix_hits) == (4, 3)
@@ -94,7 +94,7 @@ def test_the_turns_of_a_chat_prefill_only_what_is_new(name, tally):
         known = len(text) + NEW - 1  # the last token was pending
         text = np.concatenate([text, found.tokens, Long.prompt(20 + turn)])
     assert program_cache.totals() == compiled
-    assert engine.stats.prefix_bytes == sum(engine._templates.row.kv_bytes)
+    assert engine.stats.prefix_bytes == sum(engine._setup.row.kv_bytes)
 
 
 def with_token(text: np.ndarray, position: int) -> np.ndarray:

@@ -16,7 +16,7 @@ from magicjax import EngineConfig, SamplingParams
 from magicjax.decoding import program_cache, slots
 from magicjax.decoding.decoder import Clock, Decoder
 from magicjax.engine import speculation
-from magicjax.engine.templates import make_templates, validated
+from magicjax.engine.setup import make_setup, validated_row
 from magicjax.prediction import hlo
 from sharding import abstract_mesh, make_mesh
 from tests.magicjax import keywords, mesh_cases, oracle, tiny
@@ -67,7 +67,7 @@ def served(case: str, mesh: list[int] | None, **options) -> dict:
     One is cancelled in its slot, and one has a deadline in the past.
     """
     running = engine(case, mesh, **options)
-    templates, drafter = running._templates, running._templates.row.drafter
+    setup, drafter = running._setup, running._setup.row.drafter
     running.warm_up()
     compiled = program_cache.totals()[0]
     handles = [running.submit(prompt, params) for prompt, params in requests()]
@@ -78,11 +78,11 @@ def served(case: str, mesh: list[int] | None, **options) -> dict:
         rounds = [int(part.data) for part in running._state.rounds.addressable_shards]
         assert len(set(rounds)) == 1, f"the devices have different rounds: {rounds}"
         groups |= {
-            slot * templates.slots.settings.groups // SLOTS for slot in running._scheduler.running
+            slot * setup.slots.settings.groups // SLOTS for slot in running._scheduler.running
         }
         state, texts = engines.rows_of(running)
         if len(texts) > 1 and not rows:
-            engines.check_state(state, texts, templates.row.target, drafter)
+            engines.check_state(state, texts, setup.row.target, drafter)
             rows = len(texts)
         if len(handles[2].tokens) and not handles[2].finished:
             handles[2].cancel()
@@ -284,13 +284,13 @@ def row_programs(name: str, data: int) -> dict:
     mesh = None if data == 1 else make_mesh(data, 1)
     config = EngineConfig(slots=SLOTS, capacity=16_000, max_tokens=32, prefix_bytes=0)
     drafter, tree = wide_drafter(name), magicjax.chain(3)
-    templates = make_templates(wide_model(WIDE), drafter, tree, config, mesh)
-    state, row = (Decoder(x).state_shapes() for x in (templates.slots, templates.row))
+    setup = make_setup(wide_model(WIDE), drafter, tree, config, mesh)
+    state, row = (Decoder(x).state_shapes() for x in (setup.slots, setup.row))
     slot = jax.ShapeDtypeStruct((), np.int32, sharding=state.rounds.sharding)
-    parts = templates.row.target, templates.row.drafter, state
+    parts = setup.row.target, setup.row.drafter, state
     programs = {
-        "insert": program_cache.program("insert", templates.slots.settings, *parts, row, slot),
-        "extract": program_cache.program("extract", templates.row.settings, *parts, slot),
+        "insert": program_cache.program("insert", setup.slots.settings, *parts, row, slot),
+        "extract": program_cache.program("extract", setup.row.settings, *parts, slot),
     }
     caches = jax.tree.leaves((state.cache, state.drafter), is_leaf=is_cache)
     sizes = [jax.tree.leaves(cache.k)[0].size // data for cache in caches if is_cache(cache)]
@@ -328,7 +328,7 @@ def test_inserting_and_extracting_a_row_copy_no_cache(name, data, eight):
 def loop_collectives(mesh: list[int]) -> dict:
     """Returns what the engine's loop exchanges."""
     running = engine("self", mesh, slots=8)
-    request, state = running._templates.slots, running._state
+    request, state = running._setup.slots, running._state
     loop = Decoder(request).loop(state, "any")
     text = loop.as_text()
     return dict(
@@ -347,7 +347,7 @@ def test_replicated_rows_are_counted_on_every_device():
     from magicjax.engine.memory_check import check
 
     config = EngineConfig(slots=8, capacity=300, max_tokens=NEW, prefix_bytes=0)
-    config, row = validated(tiny.model(), None, None, config)
+    config, row = validated_row(tiny.model(), None, None, config)
     size = sum(row.kv_bytes)
     settings = dataclasses.replace(row.settings, mesh=abstract_mesh(4, 1))
     row = dataclasses.replace(row, settings=settings)
@@ -363,7 +363,7 @@ def test_prefill_in_a_row_copies_no_cache():
     from tests.magicjax.decoding.test_compiled import WIDE, moved_caches, shaped
 
     config = EngineConfig(slots=1, capacity=16_000, max_tokens=32)
-    _, row = validated(shaped(WIDE), tiny.drafter("self"), tiny.TREES["chain4"], config)
+    _, row = validated_row(shaped(WIDE), tiny.drafter("self"), tiny.TREES["chain4"], config)
     cache = Decoder(row).state_shapes().cache
     arguments = row.target, row.rows, cache
     program = program_cache.program("prefill", row.prefill_settings, *arguments)
@@ -384,8 +384,8 @@ def test_a_loop_for_some_slots_copies_no_cache(tree):
 
     config = EngineConfig(slots=8, capacity=16_000, max_tokens=32, prefix_bytes=0)
     small = magicjax.SmallModel(wide_model(SMALL))
-    templates = make_templates(wide_model(WIDE), small, tree, config, None)
-    request, state = templates.slots, Decoder(templates.slots).state_shapes()
+    setup = make_setup(wide_model(WIDE), small, tree, config, None)
+    request, state = setup.slots, Decoder(setup.slots).state_shapes()
     assert speculation.batch_sizes(request, 8) == (1, 4, 8)
     loop = speculation.decoder(request, request.settings, 4, Clock(), {}).loop(state, "any")
     caches = {"target": state.cache.k[0].size, "draft": state.drafter.cache.k[0].size}

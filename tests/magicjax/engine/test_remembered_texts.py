@@ -6,13 +6,13 @@ import pytest
 import magicjax
 from magicjax.decoding import program_cache
 from magicjax.drafters import text_store
-from magicjax.engine.templates import validated
+from magicjax.engine.setup import validated_row
 from tests.magicjax import tiny
 from tests.magicjax.engine import engines
 
 
 def store_of(engine: magicjax.Engine) -> np.ndarray:
-    return np.asarray(engine._templates.slots.drafter.store)
+    return np.asarray(engine._setup.slots.drafter.store)
 
 
 def test_finished_requests_are_remembered_and_nothing_is_compiled(tally):
@@ -45,7 +45,7 @@ def test_finished_requests_are_remembered_and_nothing_is_compiled(tally):
 def verifier(drafter, **options) -> str:
     """Returns the verifier of a sampled engine."""
     config = magicjax.EngineConfig(slots=2, capacity=64, max_tokens=24, sampling=True, **options)
-    return validated(tiny.model(), drafter, magicjax.chain(2), config)[0].verifier
+    return validated_row(tiny.model(), drafter, magicjax.chain(2), config)[0].verifier
 
 
 def test_sampled_requests_are_verified_by_naive_so_that_their_texts_do_not_depend_on_others():

@@ -116,7 +116,7 @@ def test_long_prompts_are_prefilled_in_pieces_between_calls_of_the_loop(name, ta
     found = handle.result()
     plain = oracle.greedy(tiny.model(), Long.prompt(Long.LENGTH), Long.NEW)
     tally.compare(tiny.model(), [Long.prompt(Long.LENGTH)], [plain], [found.tokens])
-    window = engine._templates.prefill_rule.window
+    window = engine._setup.prefill_rule.window
     assert Long.LENGTH <= found.stats.prefilled_tokens <= Long.LENGTH + window
 
 

@@ -225,7 +225,9 @@ def test_a_row_of_nans_changes_nothing_in_the_others():
 
 @pytest.mark.parametrize("weights", quick([None, "int4"], "int4"))
 def test_fit_counts_the_streamed_layers_once(weights):
-    load = aot_compile.Workload("opt-125m", "", "", 4, 1024, "h100", offload=True, weights=weights)
+    load = aot_compile.AotWorkload(
+        "opt-125m", "", "", 4, 1024, "h100", offload=True, weights=weights
+    )
     counted = memory_estimate.count(load)
     own = counted.footprint
     of = {"temporary bytes": own.streamed + 10**6, "argument bytes in host memory": 7}

@@ -11,7 +11,7 @@ import openai
 
 import magicjax
 from magicjax.server.app import create_app
-from magicjax.server.options import ServerOptions
+from magicjax.server.config import ServerConfig
 from magicjax.server.protocol import Served
 from magicjax.server.run import Server, bind
 from magicjax.server.worker import Worker
@@ -72,10 +72,10 @@ class Running:
 @contextlib.contextmanager
 def running(engine: magicjax.Engine, **options) -> Iterator[Running]:
     """Runs a server of an engine; ends it, and the engine's requests."""
-    served, worker = Served(NAME, engine._templates.row.target, engine.config), Worker(engine)
-    server_options = ServerOptions(**OPTIONS | options)
-    app = create_app(served, worker, server_options)
-    server = Server(app, worker, server_options)
+    served, worker = Served(NAME, engine._setup.row.target, engine.config), Worker(engine)
+    server_config = ServerConfig(**OPTIONS | options)
+    app = create_app(served, worker, server_config)
+    server = Server(app, worker, server_config)
     with bind("127.0.0.1", 0) as bound:
         thread = threading.Thread(target=server.run, args=([bound],))
         thread.start()

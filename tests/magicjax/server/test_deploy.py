@@ -9,9 +9,9 @@ import shlex
 import yaml
 
 from magicjax.cli import main
-from magicjax.cli.options import given
+from magicjax.cli.arg_utils import given
 from magicjax.cli.serve import API_KEY
-from magicjax.server.options import ServerOptions
+from magicjax.server.config import ServerConfig
 from magicjax.server.run import FLUSH_S
 
 DEPLOY = pathlib.Path(main.__file__).parent.parent / "server" / "deploy"
@@ -32,8 +32,8 @@ def test_the_image_serves_on_its_port():
     assert arguments.host == "0.0.0.0" and f"EXPOSE {arguments.port}\n" in text
     assert f"http://127.0.0.1:{arguments.port}/health" in text
     stop_s = int(re.search(r"--stop-timeout (\d+)", (DEPLOY / "README.md").read_text())[1])
-    server_options = ServerOptions(**given(arguments, ServerOptions))
-    assert stop_s > server_options.drain_s + FLUSH_S
+    server_config = ServerConfig(**given(arguments, ServerConfig))
+    assert stop_s > server_config.drain_s + FLUSH_S
 
 
 def test_the_service_waits_for_the_drain():

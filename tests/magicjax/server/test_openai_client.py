@@ -10,8 +10,8 @@ import openai
 import pytest
 
 import magicjax
+from magicjax.decoding.detokenizer import token_texts
 from magicjax.decoding.prompts import chat_tokens
-from magicjax.decoding.text_stream import token_texts
 from tests.magicjax import keywords
 from tests.magicjax.server import serving
 from tests.magicjax.server.serving import NAME, NEW, until

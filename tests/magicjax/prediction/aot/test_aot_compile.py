@@ -9,7 +9,7 @@ from magicjax.prediction.aot import aot_compile
 from magicjax.sources import Source
 from sharding import abstract_mesh
 
-LOAD = aot_compile.Workload("llama-3.2-1b", "self:streaming:512", "chain:4", 16, 32768, "h200")
+LOAD = aot_compile.AotWorkload("llama-3.2-1b", "self:streaming:512", "chain:4", 16, 32768, "h200")
 
 
 def abstract_request(**changes):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 import models
 from magicjax.prediction import cost_model
-from magicjax.prediction.cost_model import Device, Draft, Machine, Part, round_cost
+from magicjax.prediction.cost_model import Device, Draft, Machine, Work, round_cost
 
 UNIT = Device(
     "unit",
@@ -43,7 +43,7 @@ def test_the_work_of_a_pass_equals_a_hand_count():
     layers, width, heads, kv_heads, head, mlp, vocabulary = 32, 4096, 32, 8, 128, 14336, 128256
     attention = layers * 2 * width * (heads + kv_heads) * head
     norms = (2 * layers + 1) * width
-    assert parts["projections"] == Part(bytes=attention, flops=2 * attention * 8 / 2)
+    assert parts["projections"] == Work(bytes=attention, flops=2 * attention * 8 / 2)
     assert parts["MLP"].bytes == layers * 3 * width * mlp + norms
     assert parts["MLP"].flops == 2 * layers * 3 * width * mlp * 8 / 2
     per_token = 2 * layers * kv_heads * head * 2
@@ -51,16 +51,16 @@ def test_the_work_of_a_pass_equals_a_hand_count():
     assert parts["attention"].bytes == (2 * 100 + 8) * per_token / 2
     # scores and values, 2 FLOPs each, for every node against 100 slots and 4 nodes
     assert parts["attention"].flops == 2 * 2 * 8 * layers * heads * head * 104 / 2
-    assert parts["logits"] == Part(bytes=vocabulary * width, flops=2 * vocabulary * width * 8 / 2)
-    assert parts["selection"] == Part(bytes=2 * 4 * 8 * vocabulary / 2, messages=1)
+    assert parts["logits"] == Work(bytes=vocabulary * width, flops=2 * vocabulary * width * 8 / 2)
+    assert parts["selection"] == Work(bytes=2 * 4 * 8 * vocabulary / 2, messages=1)
     # 64 all-reduces of 8 hidden states; in a ring of two each device sends them once
-    assert parts["collectives"] == Part(messages=64, sent=64 * 8 * width * 2)
-    assert parts["overhead"] == Part(layers=32)
+    assert parts["collectives"] == Work(messages=64, sent=64 * 8 * width * 2)
+    assert parts["overhead"] == Work(layers=32)
 
 
 def test_a_part_takes_the_maximum_of_memory_and_compute_time_and_overheads_add():
-    assert cost_model.seconds({"a": Part(bytes=3, flops=2)}, UNIT) == {"a": 3}
-    assert cost_model.seconds({"a": Part(bytes=2, flops=3)}, UNIT) == {"a": 3}
+    assert cost_model.seconds({"a": Work(bytes=3, flops=2)}, UNIT) == {"a": 3}
+    assert cost_model.seconds({"a": Work(bytes=2, flops=3)}, UNIT) == {"a": 3}
     device = dataclasses.replace(
         UNIT,
         link=4.0,
@@ -70,7 +70,7 @@ def test_a_part_takes_the_maximum_of_memory_and_compute_time_and_overheads_add()
         collective_seconds=10.0,
         layer_seconds=100.0,
     )
-    part = Part(bytes=3, flops=1, messages=2, sent=4, layers=3)
+    part = Work(bytes=3, flops=1, messages=2, sent=4, layers=3)
     assert cost_model.seconds({"a": part}, device) == {"a": 3 / 0.5 + 20 + 4 / 2 + 300}
 
 

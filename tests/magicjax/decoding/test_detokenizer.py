@@ -5,7 +5,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers.pre_tokenizers import ByteLevel
 
-from magicjax.decoding.text_stream import TextStream
+from magicjax.decoding.detokenizer import Detokenizer
 from magicjax.grammars.matcher import tokenizer_of
 from tests.magicjax import small_tokenizers
 from tests.magicjax.small_tokenizers import (
@@ -35,11 +35,11 @@ def byte_tokens(text: str | bytes) -> list[str]:
 
 def texts(kind: str, tokens, prompt=(), size=1, **options) -> tuple[str, str]:
     """Returns (the text of the prompt, the new text); asserts that its pieces are the text."""
-    before, stream = TextStream(make(kind)), TextStream(make(kind), prompt=prompt, **options)
+    before, detokenizer = Detokenizer(make(kind)), Detokenizer(make(kind), prompt=prompt, **options)
     before.push(prompt)
-    pieces = [stream.push(tokens[i : i + size])[1] for i in range(0, len(tokens), size)]
-    assert "".join([*pieces, stream.finish()]) == stream.text
-    return before.text, stream.text
+    pieces = [detokenizer.push(tokens[i : i + size])[1] for i in range(0, len(tokens), size)]
+    assert "".join([*pieces, detokenizer.finish()]) == detokenizer.text
+    return before.text, detokenizer.text
 
 
 def whole(kind: str, tokens) -> str:
@@ -133,10 +133,10 @@ def test_special_tokens_in_stop_strings_end_the_text():
         "no part of it": (["<", "end"], [a, turn, b], 3, "ab"),
     }
     for stop, tokens, count, text in cases.values():
-        stream = TextStream(make(kind), stop)
-        pieces = [stream.push([token])[1] for token in tokens if not stream.stopped]
-        assert (len(stream.tokens), stream.text) == (count, text)
-        assert "".join([*pieces, stream.finish()]) == stream.text == text
+        detokenizer = Detokenizer(make(kind), stop)
+        pieces = [detokenizer.push([token])[1] for token in tokens if not detokenizer.stopped]
+        assert (len(detokenizer.tokens), detokenizer.text) == (count, text)
+        assert "".join([*pieces, detokenizer.finish()]) == detokenizer.text == text
 
 
 def test_the_token_that_ends_a_text_has_none():
@@ -161,10 +161,10 @@ def test_the_token_that_ends_a_text_has_none():
 )
 def test_the_text_of_an_answer_in_channels_is_the_final_one(prompt, new, text, reasoning):
     tokenizer = with_channels()
-    stream = TextStream(tokenizer, ["<|end|>?"], tokenizer(prompt)["input_ids"])
-    pieces = [stream.push([token])[1] for token in tokenizer(new)["input_ids"]]
-    assert "".join([*pieces, stream.finish()]) == stream.text == text
-    assert stream.reasoning == reasoning
+    detokenizer = Detokenizer(tokenizer, ["<|end|>?"], tokenizer(prompt)["input_ids"])
+    pieces = [detokenizer.push([token])[1] for token in tokenizer(new)["input_ids"]]
+    assert "".join([*pieces, detokenizer.finish()]) == detokenizer.text == text
+    assert detokenizer.reasoning == reasoning
 
 
 SHORT = st.text("ab", min_size=1, max_size=6)
@@ -174,7 +174,7 @@ SHORT = st.text("ab", min_size=1, max_size=6)
 @given(st.text("ab", max_size=12), st.lists(SHORT, max_size=3))
 def test_the_longest_end_that_begins_a_stop_string_is_held_back(text, stop):
     assume(not any(string in text for string in stop))
-    stream = TextStream(make("byte-level"), stop)
-    returned = "".join(stream.push([token])[1] for token in ids("byte-level", *text))
+    detokenizer = Detokenizer(make("byte-level"), stop)
+    returned = "".join(detokenizer.push([token])[1] for token in ids("byte-level", *text))
     ends = [n for n in range(len(text)) if any(s.startswith(text[n:]) for s in stop)]
     assert returned == (text[: ends[0]] if ends else text)

@@ -8,7 +8,7 @@ from magicjax.options import check_options, documented, options_of, setting
 
 @documented
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ServerOptions:
+class ServerConfig:
     """Keys, names and limits of a server.
 
     {attributes}

@@ -20,7 +20,7 @@ CHARACTER_BYTES = 4  # at most, in UTF-8
 FIRST_SURROGATE = 0xD800  # no text has surrogates: UTF-8 does not encode them
 
 
-class TextStream:
+class Detokenizer:
     """Detokenizes the text after a prompt incrementally. All texts are made here.
 
     The text of the prompt and the new text are together that of all tokens: a tokenizer like

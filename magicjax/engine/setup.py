@@ -1,4 +1,4 @@
-"""The fixed shapes of an engine: validated once, before any request arrives."""
+"""What an engine fixes before requests arrive: its configuration, settings and shapes."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from magicjax.decoding.preparation import (
     capacity_of,
     drafter_and_tree,
     place,
-    validate,
+    validated_request,
 )
 from magicjax.decoding.request import Request, RequestOptions
 from magicjax.decoding.rows import Features, Rows, rows_of
@@ -41,14 +41,14 @@ BOUNDED_CHUNK = 16  # the same if pauses are bounded, which a step of 64 may exc
 
 
 @dataclasses.dataclass(frozen=True)
-class Templates:
-    """The requests whose shapes and settings all programs of an engine share.
+class EngineSetup:
+    """The models, settings and array shapes that all programs of an engine share.
 
     Attributes:
-      config: of `EngineConfig.for_target`, with the ids of EOS.
-      row: of one row, which is prefilled.
-      slots: of all rows, which are decoded.
-      row_shapes: of the target's cache and the drafter's state of one row.
+      config: the result of `EngineConfig.for_target`, with the ids of EOS.
+      row: the request of one row, for the programs that prefill.
+      slots: the request of all slots, for the programs that decode.
+      row_shapes: shapes of the target's cache and of the drafter's state, for one row.
     """
 
     config: EngineConfig
@@ -81,7 +81,7 @@ class Templates:
         return sum(self.slots.kv_bytes)
 
 
-def validated(
+def validated_row(
     target: Model,
     drafter: Drafter | str | None,
     tree: Tree | str | None,
@@ -113,7 +113,7 @@ def validated(
         backend=config.backend,
         mesh=mesh,
     )
-    row = validate(target, [longest] * groups, params, options)
+    row = validated_request(target, [longest] * groups, params, options)
     bounded = config.max_stall_ms is not None
     chunk = min(BOUNDED_CHUNK if bounded else CHUNK, config.prefill_chunk)
     capacity = capacity_of(config.capacity, row.settings.shape.depth, chunk)
@@ -132,19 +132,19 @@ def validated(
     return dataclasses.replace(config, eos_token_id=row.eos, verifier=verifier), row
 
 
-def make_templates(
+def make_setup(
     target: Model,
     drafter: Drafter | str | None,
     tree: Tree | str | None,
     config: EngineConfig,
     mesh: Mesh | None = None,
-) -> Templates:
-    """Returns the templates, on the devices.
+) -> EngineSetup:
+    """Returns the setup, with models and arrays on the devices.
 
     Raises:
       ValueError, TypeError: as `magicjax.Engine`.
     """
-    config, row = validated(target, drafter, tree, config, mesh)
+    config, row = validated_row(target, drafter, tree, config, mesh)
     if target.params is None:
         memory_check.check(row, config)  # before weights are loaded
     with memory.explained(row):  # the drafter may make a copy of the target
@@ -165,9 +165,9 @@ def make_templates(
         rows=jax.tree.map(repeated, row.rows),
     )
     shapes = Decoder(row).state_shapes()
-    templates = Templates(config, row, all_rows, (shapes.cache, shapes.drafter))
-    _check_insertable(templates)
-    return templates
+    setup = EngineSetup(config, row, all_rows, (shapes.cache, shapes.drafter))
+    _check_insertable(setup)
+    return setup
 
 
 def _groups(mesh: Any, slots: int) -> int:
@@ -192,14 +192,14 @@ def _groups(mesh: Any, slots: int) -> int:
     return groups
 
 
-def _check_insertable(templates: Templates) -> None:
+def _check_insertable(setup: EngineSetup) -> None:
     """Raises ValueError if the drafter's state cannot be inserted row by row."""
-    drafter = templates.row.drafter
+    drafter = setup.row.drafter
     if drafter is None:
         return
     state, row = (
         jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), x)
-        for x in (Decoder(templates.slots).state_shapes().drafter, templates.row_shapes[1])
+        for x in (Decoder(setup.slots).state_shapes().drafter, setup.row_shapes[1])
     )
     inserted = jax.eval_shape(drafter.insert, state, row, jax.ShapeDtypeStruct((), jnp.int32))
     if jax.tree.map(lambda x: x.shape, inserted) != jax.tree.map(lambda x: x.shape, state):
@@ -231,18 +231,26 @@ def _rows(
     return rows_of(target, [prompt], [params], [max_tokens], eos, width, allowed, features)
 
 
-def with_drafter(templates: Templates, drafter: Drafter | None) -> Templates:
-    """Returns the templates with another drafter, of equal static fields and shapes."""
-    both = templates.row, templates.slots
+def with_drafter(setup: EngineSetup, drafter: Drafter | None) -> EngineSetup:
+    """Returns the setup with another drafter of equal static fields and shapes."""
+    both = setup.row, setup.slots
     row, slots = (dataclasses.replace(each, drafter=drafter) for each in both)
-    return dataclasses.replace(templates, row=row, slots=slots)
+    return dataclasses.replace(setup, row=row, slots=slots)
 
 
-def row_of_text(templates: Templates, text: Text) -> Request:
+def row_request(setup: EngineSetup, text: Text) -> Request:
     """Returns the request of one row for an empty text, in the shapes of all prompts."""
-    row, config = templates.row, templates.config
-    own = text.prompt, text.params, templates.width, text.limit, text.matcher
-    rows = _rows(row.target, config, row.eos, *own)
+    row, config = setup.row, setup.config
+    rows = _rows(
+        row.target,
+        config,
+        row.eos,
+        text.prompt,
+        text.params,
+        setup.width,
+        text.limit,
+        text.matcher,
+    )
     return dataclasses.replace(
         row,
         prompts=[text.prompt],
@@ -260,30 +268,30 @@ def _one_row(value: int) -> Int[np.ndarray, "1"]:
     return np.array([value], np.int32)
 
 
-def empty_state(templates: Templates) -> DecodeState:
+def empty_state(setup: EngineSetup) -> DecodeState:
     """Returns the state of slots that are all free; allocates the caches."""
-    slots = templates.slots
+    slots = setup.slots
     placed: Any = dict(rows=None, ended=None)
     shapes = dataclasses.replace(Decoder(slots).state_shapes(), **placed)
-    ended = global_arrays.put(np.ones(templates.config.slots, bool), slots.rows.limits.sharding)
+    ended = global_arrays.put(np.ones(setup.config.slots, bool), slots.rows.limits.sharding)
     rows = jax.tree.map(jnp.copy, slots.rows.without_prompts())  # programs donate the state
     return dataclasses.replace(_zeros(shapes), rows=rows, ended=ended)
 
 
-def empty_row(templates: Templates) -> tuple[KVCache, Any]:
+def empty_row(setup: EngineSetup) -> tuple[KVCache, Any]:
     """Returns the target's cache and the drafter's state of one row, zeros."""
-    return _zeros(templates.row_shapes)
+    return _zeros(setup.row_shapes)
 
 
-def empty_drafter(templates: Templates) -> Any:
+def empty_drafter(setup: EngineSetup) -> Any:
     """Returns the drafter's state of one row without speculation."""
-    return _zeros(templates.row_shapes[1])
+    return _zeros(setup.row_shapes[1])
 
 
-def empty_layer_inputs(templates: Templates) -> dict[int, jax.Array]:
+def empty_layer_inputs(setup: EngineSetup) -> dict[int, jax.Array]:
     """Returns the inputs of the layers that the drafter reads, zeros, of one row."""
-    row = templates.row
-    shape = 1, templates.width, row.target.config.hidden_size
+    row = setup.row
+    shape = 1, setup.width, row.target.config.hidden_size
     return {
         layer: jnp.zeros(shape, row.target.dtype, device=row.rows.limits.sharding)
         for layer in row.prefill_settings.stats_spec.layer_inputs

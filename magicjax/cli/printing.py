@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from magicjax.decoding.detokenizer import token_texts
 from magicjax.decoding.output import Output
 from magicjax.decoding.text import NewTokens
-from magicjax.decoding.text_stream import token_texts
 from magicjax.verification.logprobs import LogProbs
 
 DIM, NORMAL = "\x1b[2m", "\x1b[22m"  # of ANSI terminals
