@@ -51,7 +51,7 @@ def check_number(
     """Raises OptionError unless a value is a number of a type and a range.
 
     Args:
-      name: of the argument or setting.
+      name: the name of the argument or setting.
       value: the number.
       kind: int, or float for all real numbers that float32 has.
       ge, gt, le: the smallest value, one that all values are above, and the largest; None for none.

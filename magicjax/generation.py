@@ -85,9 +85,9 @@ def generate(
         sampling.
       eos_token_id: ends a row, one id or several; None for those of the target, [] for none.
       pad_token_id: fills `tokens` after the end of a row; None for the target's, else EOS.
-      backend: of attention and products: "cpu" (native kernels), "xla", or another of
+      backend: backend of attention and products: "cpu" (native kernels), "xla", or another of
         `pallas_kernels.BACKENDS`; None: cpu on a CPU that has the kernels, else xla.
-      mesh: of devices (`magicjax.make_mesh`); None for one device. Models loaded for the mesh
+      mesh: a mesh of `magicjax.make_mesh`; None for one device. Models loaded for the mesh
         (`load(..., mesh=mesh)`) are used in place, others are moved in every call.
       micro_batches: on a mesh with pipeline stages, the number of parts into which the rows of a
         group of devices are split, so that stages work concurrently; it must divide the rows. None

@@ -54,7 +54,7 @@ def load(
         downloaded when they are first used; a GGUF file; a name that `magicjax fetch` lists;
         or the name of a preset (`models.PRESETS`), which has random weights, as a logged warning
         says. A `magicjax.sources.Source` keeps what it has read.
-      dtype: of parameters, caches and activations; None: as stored (GGUF: float32, presets:
+      dtype: dtype of parameters, caches and activations; None: as stored (GGUF: float32, presets:
         bfloat16).
       weights: quantize the blocks' matrices, one by one: "int8" with a scale for each output
         channel, "int4" or "int4:32" with one for each group of 128 or 32 inputs. A quantized
@@ -65,13 +65,13 @@ def load(
         without mesh and offload, and products round activations to 8 bits, as they do with "Q4_0"
         and "Q8_0". "float": as on other devices, matrices of blocks become integers with float32
         scales if their types can, else floating-point, and activations are not rounded.
-      kv_dtype: of the model's cache: "int8", with a scale for each token and head that is a power
-        of two, for half the bytes of bfloat16. A property of the model, like its weights: plain
-        decoding and verification read the same values. None: `dtype`.
+      kv_dtype: dtype of the model's cache: "int8", with a scale for each token and head that is a
+        power of two, for half the bytes of bfloat16. A property of the model, like its weights:
+        plain decoding and verification read the same values. None: `dtype`.
       draft_vocab: rows of a draft model's output matrix, a multiple of 16: it proposes only the
         first tokens of its vocabulary and those that end a text, and reads all. None: all tokens.
-      seed: of a preset's weights.
-      mesh: of devices (`make_mesh`); each device receives only its part.
+      seed: seed of a preset's random weights.
+      mesh: a mesh of `make_mesh`; each device receives only its part.
       shards: number of devices along the mesh's `model` axis that divide a small draft; None: all.
         Drafts with fewer shards are replicated; with 1, every device has the whole draft.
       stages: number of the mesh's stages that divide the layers. None: all, or 1 with `shards`. Use
@@ -348,7 +348,7 @@ def skeleton(
     `with_weights` loads it. The blocks of an offloaded model are shapes.
 
     Args:
-      source, dtype, weights, shards, stages, offload, draft_vocab, kv_dtype: as for `load`.
+      source, dtype, weights, shards, stages, offload, draft_vocab, kv_dtype: see `load`.
       packed: whether matrices of a GGUF file stay as they are, and others can be rounded to its
         types, as `load` does on a CPU without a mesh.
     """
@@ -390,7 +390,7 @@ def with_weights(tree: Any, mesh: AnyMesh | None = None, stages: int | None = No
 
     Args:
       tree: a pytree of models.
-      mesh, stages: as for `load`.
+      mesh, stages: arguments of `load`.
     """
 
     def loaded(model: Any) -> Any:

@@ -48,7 +48,7 @@ class Model:
       layout: where the layers are: on the device, streamed from host memory, or on pipeline stages.
       kv_bits: static; of an element of its cache, with a scale for each token and head; None: the
         cache is in the model's dtype.
-      load: of a model without parameters: (mesh, stages) -> the model with them.
+      load: for a model without parameters, the function (mesh, stages) -> the model with them.
     """
 
     module: nn.Module
@@ -176,7 +176,7 @@ class Model:
         every stage.
 
         Args:
-          tokens, positions: of the pass.
+          tokens, positions: the inputs of the pass.
           attend: the attention to the prefix.
           layer_inputs: the layers whose inputs [B,T,E] are returned, by layer; the number of layers
             stands for the last layer's output.

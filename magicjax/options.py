@@ -32,7 +32,7 @@ class Option(NamedTuple):
     """A setting of a drafter, a policy, a request, an engine or a server.
 
     Attributes:
-      name: of the field.
+      name: the field's name.
       annotation: int, float, bool, str, a Literal, or a union of them and None; others are neither
         checked nor read from text.
       default: its value if it is not set.

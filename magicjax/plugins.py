@@ -19,7 +19,7 @@ def find(name: str, known: Mapping[str, Any], group: str) -> Any:
     Args:
       name: one of `known`, an entry point, or an import path such as my_file.MyPolicy.
       known: what is built in.
-      group: of entry points.
+      group: a group of entry points.
 
     Raises:
       ValueError: an import path that cannot be imported.

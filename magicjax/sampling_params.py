@@ -95,8 +95,8 @@ class SamplingParams:
     )
     seed: int = setting(
         0,
-        "of the random numbers; the same seed gives the same text. It changes nothing in greedy "
-        f"decoding, like {', '.join(f'`{name}`' for name in FILTERS)}",
+        "seed of the random numbers; the same seed gives the same text. It changes nothing in "
+        f"greedy decoding, like {', '.join(f'`{name}`' for name in FILTERS)}",
         ge=0,
         le=MAX_SEED,
     )
@@ -128,7 +128,7 @@ class SamplingParams:
         "Special tokens are found by their names",
     )
     stop_token_ids: Sequence[int] = setting(
-        (), "tokens that end the text beside EOS; their own text is left out"
+        (), "tokens that end the text beside EOS; their own text is omitted"
     )
     grammar: Grammar | None = setting(
         None,

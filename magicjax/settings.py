@@ -44,15 +44,15 @@ class Settings:
       capacity: S, the slots of the target's cache.
       chunk: tokens of a prefill step.
       max_tokens: the longest output of any row.
-      backend: of attention and products; None: that of `choose_backend`.
+      backend: backend of attention and products; None: that of `choose_backend`.
       max_backlog: the most committed tokens that a draft model's cache may lack.
       drafter_index: index of the drafter in its ensemble.
       mesh: the factored device mesh; None: one device.
       replicated_rows: whether all groups of devices have the same rows; else `data` divides them.
       logprobs: for how many of the most likely tokens the log-probabilities are returned, besides
         those of the emitted tokens; None: no log-probabilities are computed.
-      member_trees: of an ensemble's members in this program; None: those of the ensemble.
-      rows: of an engine, the first slots that a program decodes; None: all.
+      member_trees: trees of an ensemble's members in this program; None: those of the ensemble.
+      rows: in an engine, the number of slots, from the first, that a program decodes; None: all.
     """
 
     tree: Tree

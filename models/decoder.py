@@ -99,7 +99,7 @@ class DecoderConfig:
       clip_qkv: q, k, v are clipped to this absolute value (MPT); None: they are not.
       out_bias: bias on the attention's output.
       mlp_bias: biases in the MLP.
-      activation: of the MLP, one of `ACTIVATIONS`.
+      activation: activation of the MLP, one of `ACTIVATIONS`.
       gated: the MLP is down(activation(gate(x)) * up(x)); False: down(activation(up(x))).
       query_scale: scores are multiplied by it; None: by D**-0.5.
       attention_softcap: scores are bounded by softcap * tanh(score / softcap) (Gemma 2); None: they
@@ -113,8 +113,8 @@ class DecoderConfig:
       normalize_experts: the weights of a token's experts sum to 1; False: they are those of the
         softmax over all experts.
       router_bias: a bias on the logits of experts.
-      swiglu_limit: of a gated MLP that is (up + 1) * gate * sigmoid(1.702 * gate), the bound of the
-        gate above, and of `up` on both sides (gpt-oss); None: `activation` applies.
+      swiglu_limit: for a gated MLP that is (up + 1) * gate * sigmoid(1.702 * gate), the upper bound
+        of the gate, and the bound of `up` on both sides (gpt-oss); None: `activation` applies.
       tie_embeddings: use the embedding as the output matrix.
       embedding_size: width of the token embedding, which is projected to E after the lookup and
         back before the logits (OPT-350m); None: E.
@@ -556,11 +556,11 @@ class Decoder(nn.Module):
 
     Attributes:
       config: shapes and settings.
-      dtype: of parameters and activations; norms and logits use at least float32.
+      dtype: dtype of parameters and activations; norms and logits use at least float32.
       split: the division over devices. With several shards the module runs inside `jax.shard_map`,
         on this device's part of the parameters, and returns its part of the logits.
       weights: the formats of quantized matrices.
-      backend: of the products; None: the native kernels on a CPU that has them.
+      backend: backend of the products; None: the native kernels on a CPU that has them.
     """
 
     config: DecoderConfig
@@ -614,7 +614,7 @@ class Decoder(nn.Module):
         """Returns hidden states before the final norm, `attend`'s aux of each layer, and inputs.
 
         Args:
-          tokens, positions: of the pass.
+          tokens, positions: the inputs of the pass.
           attend: the attention to the prefix.
           layer_inputs: the layers whose inputs [B,T,E] are returned, by layer; the number of layers
             stands for the last layer's output.

@@ -27,7 +27,7 @@ def with_draft_vocab(
 
     Args:
       module: without a draft vocabulary.
-      params: of the module, or None.
+      params: the module's parameters, or None.
       size: rows of the output matrix, a multiple of 16: the first tokens, and the blocks of 16 that
         contain `eos_token_ids`. The last row becomes that of all other tokens.
       eos_token_ids: tokens that end a text.

@@ -135,10 +135,10 @@ class EagleHead(nn.Module):
 
     Attributes:
       config: shapes and settings.
-      dtype: of parameters and activations; norms and logits use at least float32.
-      split: of one device, as every device has the whole head.
+      dtype: dtype of parameters and activations; norms and logits use at least float32.
+      split: the split of one device, as every device has the whole head.
       weights: none; the matrices of a head are not quantized.
-      backend: of the products, as for `Decoder`.
+      backend: backend of the products; None: the native kernels on a CPU that has them.
     """
 
     config: EagleConfig
@@ -208,8 +208,8 @@ class EagleHead(nn.Module):
 
         Args:
           x: embeddings of the tokens.
-          feature: of the token before each.
-          positions: of the tokens; only their differences matter.
+          feature: the target's features at the token before each.
+          positions: positions of the tokens; only their differences matter.
           attend: the attention to the prefix.
         """
         hidden, aux = self.layers[0](x, feature, positions, attend)

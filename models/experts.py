@@ -38,7 +38,7 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(experts: Int[Array, "P"], num_experts: int, size: int) -> Blocks:
-    """Returns the blocks of pairs, given the expert of each; others than 0 to X - 1 are left out.
+    """Returns the blocks of pairs, given the expert of each; others than 0 to X - 1 are omitted.
 
     With blocks of 2, the experts 1 0 1 3 1 of five pairs and X = 3 give the pairs 1 0 2 4 3, the
     counts 1 3 0, and the ends 1 3 3: block 0 has the pair 1, block 1 the pairs 0 2, block 2 pair 4.
@@ -66,7 +66,7 @@ def choose(
     """Returns the experts of each token with the largest logits, and their weights in float32.
 
     Args:
-      logits: of the router.
+      logits: the router's logits.
       count: k.
       normalize: the weights sum to 1; False: they are those of the softmax over all experts.
     """
@@ -91,7 +91,7 @@ def run_experts(
 
     Args:
       x: tokens.
-      experts, weights: of each token.
+      experts, weights: the experts of each token and their weights.
       into: the first linear maps, with the experts as first axis of their outputs.
       activate: returns the hidden units, given the results of `into`.
       out_of: the last linear map, likewise.
@@ -127,7 +127,7 @@ class _Map(NamedTuple):
     Attributes:
       matrix: with an axis of experts.
       bias: [X, O], or None.
-      backend: of the product.
+      backend: backend of the product.
     """
 
     matrix: Matrix

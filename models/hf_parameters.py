@@ -63,7 +63,7 @@ def read_params(
     Args:
       module: that has them.
       stored: each tensor and its place.
-      read: of `parameter_reader`.
+      read: the result of `parameter_reader`.
       sharding_of: the sharding of a parameter, by its logical axes; None: the default device.
       lazy_blocks: leave the blocks to `read_block`.
     """

@@ -47,7 +47,7 @@ def save_checkpoint(
 
     Args:
       path: the directory to create.
-      module, params: as for `apply`; values keep their dtype and are unboxed.
+      module, params: a module and its parameters; values keep their dtype and are unboxed.
       eos_token_ids, bos_token_id, pad_token_id: for config.json and generation_config.json.
       tokenizer: an object with `save_pretrained`.
       max_shard_bytes: larger weights are split over several files with an index.
@@ -217,7 +217,7 @@ def _matrix_of(found: Mapping[str, Any], form: WeightFormat) -> Matrix:
 
     Args:
       found: weight, scale and perhaps zero, on the host.
-      form: of the matrix.
+      form: the matrix's format.
     """
     scale = np.asarray(found["scale"])
     outputs = math.prod(scale.shape[1:])
@@ -260,8 +260,8 @@ def _written_settings(formats: MatrixFormats, tensors: Iterable[Tensor]) -> dict
     """Returns the `quantization_config` of compressed-tensors.
 
     Args:
-      formats: of the quantized matrices.
-      tensors: of linear maps.
+      formats: formats of the quantized matrices.
+      tensors: tensors of linear maps.
     """
     modules: dict[Any, list[str]] = {None: []}
     for tensor in tensors:

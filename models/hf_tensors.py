@@ -111,7 +111,7 @@ class Fused:
     Attributes:
       groups: the number of groups.
       sizes: outputs of each parameter in a group.
-      index: of this parameter.
+      index: index of this parameter.
     """
 
     groups: int
@@ -137,7 +137,7 @@ class Interleaved:
 
     Attributes:
       count: the number of parameters.
-      index: of this one.
+      index: index of this parameter.
     """
 
     count: int
@@ -158,8 +158,8 @@ class Tensor:
     """A parameter, and the stored tensor that has it.
 
     Attributes:
-      name: of the tensor, in the checkpoint.
-      path: of the parameter, below "params".
+      name: the tensor's name in the checkpoint.
+      path: the parameter's path, below "params".
       inputs: number of last axes, which a linear map contracts; 0: not a linear map.
       flat: whether it is stored with one axis.
       transposed: whether a linear map is stored as [inputs, outputs] instead of [outputs, inputs].

@@ -134,8 +134,8 @@ def load_checkpoint(
 
     Args:
       path: the directory.
-      dtype: of parameters and activations; None: as stored, and if the tensors have several, as
-        config.json names it.
+      dtype: dtype of parameters and activations; None: as stored, and if the tensors have several,
+        as config.json names it.
       weights: a format, or its text, to which the blocks' matrices are quantized one by one. None:
         each as it is stored; "none": dequantize all. A quantized matrix of the same bits keeps its
         zero points, and its groups may be divided; others are dequantized and rounded again.
@@ -208,8 +208,8 @@ def matrix_formats(
     """Returns the formats of the matrices that `load_checkpoint` returns.
 
     Args:
-      path, weights, dtype: as for `load_checkpoint`.
-      packed: as for `load_checkpoint`, without `sharding_of` and `lazy_blocks`.
+      path, weights, dtype, packed: arguments of `load_checkpoint`; packed needs a call without
+        `sharding_of` and `lazy_blocks`.
       alike: whether all layers have the same formats, as with `lazy_blocks`.
 
     Raises as `load_checkpoint`. Reads only config.json if the checkpoint is not quantized.
@@ -232,7 +232,7 @@ def _packed(
 
     Args:
       path: the directory, of a GGUF file if `form` is None.
-      config, dtype: of the model.
+      config, dtype: the model's.
       form: one of `ROUNDED`, to which matrices of blocks are rounded; None: the types of the file.
     """
     if dtype not in PACKED_DTYPES or form not in (None, *ROUNDED) or not cpu_build.is_default():
@@ -337,7 +337,7 @@ def _token_ids(file: pathlib.Path, key: str, value: Any) -> Any:
 def sampling_defaults(path: pathlib.Path) -> dict[str, Any]:
     """Returns the settings of sampling in generation_config.json that change the text.
 
-    Those without an effect, such as a repetition penalty of 1, are left out. Without `do_sample`
+    Those without an effect, such as a repetition penalty of 1, are omitted. Without `do_sample`
     they are taken as asked for, as by the cards of many models; if it is false, there are none.
 
     Raises ValueError for a value of another type.
@@ -470,7 +470,7 @@ def _formats(
     """Returns the formats of a module's matrices; raises if they cannot be `weights`.
 
     Args:
-      config, quantization, stored: of the checkpoint.
+      config, quantization, stored: the checkpoint's.
       weights: as `parse_weights` returns it.
       alike: whether all layers have the same formats, which hold those of the files exactly.
     """

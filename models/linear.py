@@ -45,7 +45,7 @@ def products(
       inputs: the number of axes I.
       backend: None or "cpu": a native kernel on a CPU that has it, which reads x once for all
         matrices; others: XLA.
-      dtype: of the results; None: x's.
+      dtype: dtype of the results; None: x's.
       expert: index along an axis of experts before O, of which the others are not read; None: the
         matrices have no experts.
     """
@@ -117,9 +117,9 @@ def packed_rows(matrix: Packed, numbers: Int[Array, "*B"], backend: str | None) 
     """Returns rows of a packed matrix in float32, zeros for numbers that it does not have.
 
     Args:
-      matrix: of the rows.
-      numbers: of the rows.
-      backend: as for `products`.
+      matrix: the packed matrix.
+      numbers: indices of the rows.
+      backend: backend of the products, see `products`.
     """
 
     def by_xla(matrix, numbers):
@@ -141,7 +141,7 @@ def packed_param(
     """Returns the parameter of a packed matrix of a module, at first zeros.
 
     Args:
-      module, name: of the parameter.
+      module, name: the module and the name of the parameter.
       form: name in `FORMATS`.
       outputs, inputs: (size, logical axis) of each axis.
     """
@@ -166,7 +166,7 @@ def mean(x: Float[Array, "*B E"], backend: str | None = None) -> Float[Array, "*
 
     Args:
       x: rows.
-      backend: as for `products`.
+      backend: backend of the products, see `products`.
     """
 
     def by_xla(x):
@@ -198,7 +198,7 @@ def at_least_two_rows(product: Callable[[Array], Array], x: Array, axes: int) ->
     127 instead of 560 ms for a token on two shared cores.
 
     Args:
-      product: of x with a weight; keeps the first axes.
+      product: multiplies x with a weight; keeps the first axes.
       x: [*B, *I].
       axes: the number of contracted axes I.
     """
@@ -221,7 +221,7 @@ class Projection(nn.Module):
       weights: the format of a quantized weight, or the type of a packed one. Scales, and zero
         points if there are any, are float32 [G, outputs...]; a mesh that divides the inputs divides
         the G groups.
-      backend: of the products (`products`).
+      backend: backend of the products (`products`).
     """
 
     inputs: tuple[tuple[int, str | None], ...]

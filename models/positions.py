@@ -202,7 +202,7 @@ def rotate_by(
 
     Args:
       x: queries or keys.
-      positions: of the tokens.
+      positions: positions of the tokens.
       inverse, factor: as `frequencies` returns them.
     """
     angles = positions[..., None].astype(jnp.float32) * inverse  # [B,T,R/2]

@@ -33,7 +33,7 @@ class WeightFormat:
     """How a quantized matrix is stored.
 
     Attributes:
-      bits: of a value, 4 or 8.
+      bits: bits of a value, 4 or 8.
       group: the inputs that share a scale; None: all inputs of an output channel.
       zeros: whether groups have zero points.
       is_float: whether values are float8 (e4m3), which only checkpoints have.
@@ -251,7 +251,7 @@ def quantize(weight: Any, form: WeightFormat, inputs: int, xp: Any = np) -> dict
 
     Args:
       weight: [O..., I...], floating-point.
-      form: of integers without zero points (ValueError); its groups divide the inputs.
+      form: a format of integers without zero points (ValueError); its groups divide the inputs.
       inputs: the number of axes I.
       xp: `jax.numpy` to compute where the weight is.
     """
@@ -276,7 +276,7 @@ def dequantize(
     Args:
       weight: [O..., I...], integers.
       scale, zero: [G, O...].
-      dtype: of the result.
+      dtype: dtype of the result.
     """
     groups, *outputs = scale.shape
 
@@ -301,7 +301,7 @@ def product(x: Array, weight: Array, scale: Array, zero: Array | None, precision
       x: [B..., I...]; the result is [B..., O...].
       weight: [O..., I...], integers.
       scale, zero: [G, O...].
-      precision: of the product.
+      precision: precision of the product.
     """
     groups, *outputs = scale.shape
     rows = x.shape[: x.ndim - weight.ndim + len(outputs)]
@@ -342,9 +342,9 @@ def quantize_params(
 
     Args:
       params: nested dictionaries, such as those of a block.
-      shapes: of the result, as the module declares them.
-      formats: of the matrices, by their path in `params`; packed ones are kept.
-      quantize: of a matrix; by default on the host.
+      shapes: shapes of the result, as the module declares them.
+      formats: formats of the matrices, by their path in `params`; packed ones are kept.
+      quantize: quantizes a matrix; by default on the host.
     """
     found = dict(params)
     for name, x in params.items():

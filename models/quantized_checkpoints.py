@@ -50,7 +50,7 @@ class Matrix(NamedTuple):
       values: [O, I], int8 (-8 to 7 with 4 bits) or float8.
       scales: [O, G], each of I / G inputs.
       zeros: [O, G], int8, or float64 of a GGUF file's minima; or None.
-      bits: of a value, 4 or 8.
+      bits: bits of a value, 4 or 8.
     """
 
     values: np.ndarray
@@ -83,7 +83,7 @@ class QuantizationConfig:
     """How a checkpoint stores quantized matrices.
 
     Attributes:
-      method: of `METHODS`.
+      method: one of `METHODS`.
       zero_offset: what GPTQ subtracts from zero points.
       symmetric: whether GPTQ's zero points are half the range, which is zero as a signed value.
       block: outputs and inputs of a block with one scale, or None.
@@ -241,9 +241,9 @@ def matrix_format(
     """Returns the format of a quantized matrix, without reading it.
 
     Args:
-      quantization: of the checkpoint.
+      quantization: the checkpoint's.
       parts: the shape and dtype of each part, as `gather` returns them.
-      shape: of the matrix, [outputs, inputs].
+      shape: shape of the matrix, [outputs, inputs].
     """
     assert quantization is not None  # `gather` found parts
     inputs = shape[1]
@@ -291,7 +291,7 @@ def chosen_format(
     """Returns the format of a matrix in a module, None if it is floating-point.
 
     Args:
-      name: of the matrix.
+      name: name of the matrix.
       found: the format, None if it is floating-point, and the inputs of the matrix in the files, or
         of several that have one format in the module: those of experts, or of layers.
       weights: as `parse_weights` returns it, not `NONE`.
@@ -361,9 +361,9 @@ def parameters(
     """Returns the parameters of a quantized projection.
 
     Args:
-      matrix: of `form`, or of one that it holds exactly.
-      form: of the module.
-      shape: of the weight, [O..., I...].
+      matrix: has the format `form`, or one that it holds exactly.
+      form: the module's format.
+      shape: shape of the weight, [O..., I...].
       inputs: the number of axes I.
     """
     groups = form.groups(matrix.values.shape[1])
@@ -387,9 +387,9 @@ def read_matrix(
     """Returns a quantized matrix.
 
     Args:
-      quantization: of the checkpoint.
+      quantization: the checkpoint's.
       parts: the stored tensors by the last part of their names, as `gather` returns them.
-      shape: of the matrix, [outputs, inputs].
+      shape: shape of the matrix, [outputs, inputs].
 
     Raises ValueError for missing or wrongly shaped parts, and for groups of inputs that are not
     contiguous.

@@ -49,7 +49,8 @@ def choose_backend(
       backend: a name from BACKENDS; None: $MAGICJAX_BACKEND, or the kernel of the device (cpu,
         mosaic, mosaic_sm80 or tpu) if it supports the call and has passed its self-check there,
         else xla; with several processes, xla on accelerators.
-      dtype, head_dim: of the queries; None: not checked, and an accelerator's kernel is not chosen.
+      dtype, head_dim: dtype and head size of the queries; None: not checked, and an accelerator's
+        kernel is not chosen.
       device: that runs the program; None: not known, and an accelerator's kernel is not chosen,
         because it has no derivative and cannot be partitioned automatically.
 
@@ -148,9 +149,9 @@ def tree_attention(
       first_row: set if the caches have more rows than the queries: the queries belong to the B
         rows from this one on, which are read in place. The caller guarantees that they exist.
         None: the caches have B rows.
-      seen_from: of a sliding window, the first position of the prefix that each query sees. The
-        cache may then be a ring: position p is in slot p mod S, and the S newest positions are
-        seen at most. None: all of the prefix.
+      seen_from: with a sliding window, the first position of the prefix that each query sees. The
+        cache may then be a ring: position p is in slot p mod S, and the S newest positions are seen
+        at most. None: all of the prefix.
       softcap: bound scores by softcap * tanh(score / softcap), after scaling; None: do not.
       return_lse: also return the log-sum-exp of the scaled scores.
       backend: a name from BACKENDS; None: $MAGICJAX_BACKEND, or cpu if it can be, else xla.

@@ -42,7 +42,7 @@ def is_right(backend: str, attend: Callable, dtype: str, head_dim: int, device: 
     Args:
       backend: its name.
       attend: the kernel.
-      dtype, head_dim: of the queries.
+      dtype, head_dim: dtype and head size of the queries.
       device: that runs the check. Devices of one kind share a verdict.
     """
     with _lock:

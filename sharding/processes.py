@@ -27,8 +27,8 @@ def join(
     Args:
       coordinator: HOST:PORT of rank 0. JAX detects omitted arguments, such as under SLURM.
       count: the number of processes.
-      rank: of this process, from 0.
-      meshes: of the run, as text, "" for one device.
+      rank: rank of this process, from 0.
+      meshes: the run's meshes, as text, "" for one device.
       run: what must be equal in all processes; its representation is compared.
 
     Raises:

@@ -54,7 +54,7 @@ class Split:
         """Returns the partition of an array, by the logical names of its axes.
 
         Args:
-          names: of the array's axes.
+          names: names of the array's axes.
           data_axes: mesh axes that divide the rows; (): rows are replicated.
 
         Heads, the MLP's hidden width and the vocabulary are divided: attention and the MLP then

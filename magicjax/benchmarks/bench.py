@@ -58,7 +58,7 @@ class LoopRun:
     """A run of the compiled loop.
 
     Attributes:
-      seconds: of the whole run.
+      seconds: duration of the whole run.
       rounds: until the last row ended.
       tau: mean tokens per round and row, over the rounds before the row ended.
     """
@@ -92,7 +92,9 @@ def base_parser(prog: str, doc: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--target", default="llama-3.1-8b", help="preset, model directory or GGUF file"
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights and caches")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="bfloat16", help="dtype of weights and caches"
+    )
     parser.add_argument("--backend", help="None: mosaic on Hopper if it supports the target")
     parser.add_argument("--out", help="write the results to this JSON file")
     return parser

@@ -81,7 +81,7 @@ class Event(NamedTuple):
     """An executed operation; times are in microseconds.
 
     Attributes:
-      name: of the operation in the program, or "".
+      name: the operation's name in the program, or "".
       kernel: the name in the trace.
       begin, end: times.
     """
@@ -112,7 +112,7 @@ def trace(
     """Runs the compiled loop under the profiler and returns its time by phase and operation.
 
     Args:
-      target, prompts, params: as for `magicjax.generate`.
+      target, prompts, params: arguments of `magicjax.generate`.
       options: its keyword arguments. With "auto", the chosen drafter runs with the planned tree.
       folder: `trace.perfetto.json.gz` is written here, for ui.perfetto.dev; None: not written.
       rounds: the most rounds to trace, starting after the prompts.
@@ -139,8 +139,8 @@ def trace_request(
     """Returns `trace` of a request whose prompts are prefilled; donates their cache.
 
     Args:
-      request, prefilled: of the same prompts.
-      folder, rounds: as for `trace`; rounds is at least 1.
+      request, prefilled: a request, and its prefilled prompts.
+      folder, rounds: arguments of `trace`; rounds is at least 1.
 
     Raises:
       ValueError: this platform's trace does not name operations.

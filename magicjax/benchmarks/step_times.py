@@ -20,10 +20,11 @@ class StepTimes:
     """Seconds at one batch and context.
 
     Attributes:
-      passes: by nodes: a plain step (1), and a round that verifies n nodes drafted at no cost.
-      drafts: of one draft level, by the drafter's key; a noisy difference of two times, which can
-        be negative.
-      rounds: of a whole round, by the drafter's key.
+      passes: seconds by number of nodes: a plain step (1), and a round that verifies n nodes
+        drafted at no cost.
+      drafts: seconds of one draft level, by the drafter's key; a noisy difference of two times,
+        which can be negative.
+      rounds: seconds of a whole round, by the drafter's key.
     """
 
     passes: dict[int, float]
@@ -44,9 +45,9 @@ def step_times(
     Args:
       setup: target and backend.
       batch, context: B, and the tokens of each row.
-      nodes: of the passes, besides 1 and those of the drafters' rounds.
-      drafters: by any key, each with its gamma, the tokens that it drafts in a round.
-      repeats: of all.
+      nodes: numbers of nodes to time, in addition to 1 and those of the drafters' rounds.
+      drafters: drafters by any key, each with gamma, the tokens that it drafts in a round.
+      repeats: how often each time is measured.
     """
     nodes = sorted({*nodes, *(gamma + 1 for _, gamma in drafters.values())})
     deepest = chain(nodes[-1] - 1)

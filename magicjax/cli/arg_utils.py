@@ -33,10 +33,10 @@ def add_settings(parser: Any, kind: type, omitted: Iterable[str] = (), **changes
     An option that is not given is None, and `given` leaves it out.
 
     Args:
-      parser: of a command, or a group of its options.
+      parser: the parser of a command, or a group of its options.
       kind: the dataclass.
       omitted: settings that are no options, or that the command adds itself.
-      **changes: of single settings, arguments of `add_argument` that differ.
+      **changes: arguments of `add_argument` that differ, by the name of the setting.
     """
     for name, known in options_of(kind).items():
         if name in omitted:

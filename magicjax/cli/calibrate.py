@@ -54,8 +54,9 @@ class Timed:
 
     Attributes:
       batch, context: B, and the tokens of a row.
-      nodes: of the pass; 1 for plain decoding.
-      budget: of a draft of nodes - 1 tokens before the pass; None without a draft.
+      nodes: tokens per row in the pass; 1 for plain decoding.
+      budget: the draft cache's budget, for a draft of nodes - 1 tokens before the pass; None
+        without a draft.
       seconds: measured, for more than one node including the overhead of a round.
     """
 
@@ -82,7 +83,7 @@ def rows_of(
 ) -> list[Timed]:
     """Returns the times to which the constants are fitted: passes and self-speculation rounds.
 
-    Drafts on pages are left out, here and in `steps_of`: they move more bytes for each slot.
+    Drafts on pages are omitted, here and in `steps_of`: they move more bytes for each slot.
     """
     rows = []
     for (batch, context), step in times.items():
@@ -206,7 +207,7 @@ def add(commands: Any) -> None:
         help=f"drafters to time: {DRAFTER_SYNTAX}; default: self:streaming with budgets of "
         f"{', '.join(map(str, BUDGETS))}",
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="of all models; default: as stored")
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of all models; default: as stored")
     model_options.add_weights(parser)
     model_options.add_activations(parser)
     parser.add_argument(
@@ -237,7 +238,7 @@ def add(commands: Any) -> None:
         "--repeats",
         type=int,
         default=9,
-        help="of every measurement; medians are reported; default: 9",
+        help="repeats of every measurement; medians are reported; default: 9",
     )
     model_options.add_backend(parser)
     parser.set_defaults(run=run)

@@ -51,10 +51,10 @@ class Session:
     """The state between two lines of input.
 
     Attributes:
-      engine: of one slot; its prefix store has the text so far.
-      params: of all answers.
+      engine: an engine with one slot; its prefix store has the text so far.
+      params: sampling parameters of all answers.
       target: the engine's.
-      messages: of the conversation so far.
+      messages: the conversation so far.
       answers: all answers, also those before a /reset.
       template_kwargs: variables of the chat template; None: none.
     """
@@ -94,19 +94,20 @@ def add(commands: Any) -> None:
         "--max-context",
         type=token_count,
         metavar="TOKENS",
-        help=f"of the whole conversation; default: the model's positions, at most {MAX_CONTEXT:,}",
+        help="the most tokens of the conversation; default: the model's positions, at most "
+        f"{MAX_CONTEXT:,}",
     )
     parser.add_argument(
         "--max-tokens",
         type=token_count,
         default=MAX_TOKENS,
-        help=f"of an answer; default: {MAX_TOKENS:,}",
+        help=f"the most tokens of an answer; default: {MAX_TOKENS:,}",
     )
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
-        help="of all models; default: as stored; on a CPU bfloat16 if it has instructions for it, "
-        "else float32",
+        help="dtype of all models; default: as stored; on a CPU bfloat16 if it has instructions "
+        "for it, else float32",
     )
     model_options.add_backend(parser)
     model_options.add_weights(parser)
@@ -163,7 +164,7 @@ def _engine_config(
     """Returns the configuration of an engine of one slot, which stores one text.
 
     Args:
-      arguments: of the command.
+      arguments: the parsed options.
       target: without weights.
       least: the fewest tokens of a conversation with an answer.
       adaptive: whether the engine chooses what drafts.

@@ -64,7 +64,7 @@ def add_speculation(
     """Adds the options of drafters and trees; returns their group.
 
     Args:
-      parser: of a command.
+      parser: the parser of a command.
       more: what the help of --drafter says besides.
       read: returns the value of a --drafter option, for `argparse`.
     """
@@ -116,7 +116,7 @@ def engine_speculation(
     """Returns (drafters, trees) of an engine; (None, None) for plain decoding.
 
     Args:
-      arguments: of a command with the options of `add_adaptive_speculation`.
+      arguments: the parsed options of a command that has those of `add_adaptive_speculation`.
       sampled: whether tokens are sampled.
       greedy: a phrase for when nothing is sampled.
 
@@ -187,7 +187,7 @@ def add_sampling(parser: Any, omitted: Sequence[str] = (), **changes: Any) -> No
     """Adds the options of sampling, except for the verifier.
 
     Args:
-      parser: of a command.
+      parser: the parser of a command.
       omitted: parameters that are no options of the command, besides those of no command.
       **changes: as in `arg_utils.add_settings`.
     """

@@ -50,7 +50,7 @@ def add(commands: Any) -> None:
         default="",
         help=f"self:streaming:{BUDGET}, small:PATH, ...; default: plain decoding",
     )
-    parser.add_argument("--tree", default="", help="of the drafter; default: chain:4")
+    parser.add_argument("--tree", default="", help="the drafter's tree; default: chain:4")
     parser.add_argument("--batch", type=int, required=True, help="number of rows, over all devices")
     parser.add_argument(
         "--context",
@@ -80,7 +80,7 @@ def add(commands: Any) -> None:
         "--dtype",
         choices=("bfloat16", "float16", "float32"),
         default="bfloat16",
-        help="of models and caches; default: bfloat16",
+        help="dtype of models and caches; default: bfloat16",
     )
     parser.add_argument(
         "--backend",
@@ -202,7 +202,7 @@ def as_text(report: dict[str, Any], verbose: bool = False) -> str:
     """Returns the report as lines of text, the verdict first.
 
     Args:
-      report: of `summary`.
+      report: the result of `summary`.
       verbose: whether to append what the compiled programs contain.
     """
     load, sizes = report["workload"], report["bytes on each device"]

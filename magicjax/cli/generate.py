@@ -70,7 +70,7 @@ def add(commands: Any) -> None:
         metavar="FILE",
         help="file with the context-free grammar of the text, in Lark's syntax",
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="of all models; default: as stored")
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of all models; default: as stored")
     model_options.add_backend(parser)
     parser.add_argument(
         "--mesh",
@@ -148,7 +148,7 @@ def _add_processes(group: Any) -> None:
         "--processes", type=int, metavar="N", help="their number; default: from srun"
     )
     group.add_argument(
-        "--rank", type=int, metavar="I", help="of this process, 0 to N - 1; default: from srun"
+        "--rank", type=int, metavar="I", help="rank of this process, 0 to N - 1; default: from srun"
     )
 
 

@@ -25,8 +25,8 @@ def add_backend(parser: argparse.ArgumentParser) -> None:
     """Adds `--backend`."""
     parser.add_argument(
         "--backend",
-        help="of attention and products; default: cpu, the native kernels, on a CPU that has them, "
-        "else xla",
+        help="backend of attention and products; default: cpu, the native kernels, on a CPU that "
+        "has them, else xla",
     )
 
 
@@ -43,8 +43,8 @@ def add_weights(parser: Any) -> None:
     parser.add_argument(
         "--kv-dtype",
         choices=[name for name in KV_DTYPES if name],
-        help="of the target's KV cache: int8 with a scale per token and head; default: that of "
-        "activations",
+        help="dtype of the target's KV cache: int8 with a scale per token and head; default: that "
+        "of activations",
     )
     parser.add_argument(
         "--offload",
@@ -59,8 +59,8 @@ def add_activations(parser: Any) -> None:
         "--activations",
         choices=ACTIVATIONS,
         default=ACTIVATIONS[0],
-        help="of products with the matrices of a GGUF file on a CPU: int8 keeps the file's types "
-        f"and rounds activations to 8 bits, float does not; default: {ACTIVATIONS[0]}",
+        help="dtype in products with the matrices of a GGUF file on a CPU: int8 keeps the file's "
+        f"types and rounds activations to 8 bits, float does not; default: {ACTIVATIONS[0]}",
     )
 
 
@@ -113,9 +113,9 @@ def unloaded(
     """Returns the target, or a draft model, without weights.
 
     Args:
-      arguments: of a command with --dtype and --activations.
+      arguments: the parsed options of a command with --dtype and --activations.
       dtype: the default of --dtype; None: as stored.
-      source, options: as for `skeleton`.
+      source, options: arguments of `skeleton`.
     """
     packed = arguments.activations == "int8" and not getattr(arguments, "mesh", None)
     return skeleton(source, arguments.dtype or dtype, packed=packed, **options)
@@ -125,7 +125,7 @@ def check_context(source: Source, context: int, timed_tokens: int = 0) -> None:
     """Raises ValueError if a context, and the tokens that a timed loop adds, exceed a model's.
 
     Args:
-      source: of the model.
+      source: the model's source.
       context: tokens per row.
       timed_tokens: tokens that a timed loop adds to the context.
     """

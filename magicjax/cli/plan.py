@@ -66,7 +66,9 @@ def add(commands: Any) -> None:
         f"self:streaming:{BUDGET}, or the drafters of the table",
     )
     parser.add_argument(
-        "--dtype", choices=DTYPES, help="of models and caches; default: that of the device's rates"
+        "--dtype",
+        choices=DTYPES,
+        help="dtype of models and caches; default: that of the device's rates",
     )
     model_options.add_weights(parser)
     model_options.add_activations(parser)
@@ -168,7 +170,7 @@ def candidate(
       target: a skeleton, as it will be loaded.
       machine: divides the target.
       batch, context: B, and the tokens of each row's cache.
-      load: of small models.
+      load: loads small models.
 
     Raises:
       ValueError: another vocabulary, a context that is too long, a budget that is too small, a
@@ -205,10 +207,10 @@ def as_json(
     """Returns the plan as JSON values, times in milliseconds.
 
     Args:
-      arguments: of the command.
+      arguments: the parsed options.
       model: the target.
       machine, plan: what runs it, and what is predicted.
-      sources: of each drafter's acceptance.
+      sources: where each drafter's acceptance comes from.
       times: the sources of the best prediction's times.
     """
     return {
@@ -260,7 +262,7 @@ def as_text(
     sources: dict[str, str],
     times: dict[str, str],
 ) -> str:
-    """Returns the plan as lines of text; arguments as for `as_json`."""
+    """Returns the plan as lines of text, given `as_json`'s arguments."""
     best = plan.best
     mesh = f"data={machine.data},model={machine.model}"
     lines = [

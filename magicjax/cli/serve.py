@@ -63,8 +63,8 @@ def _add_model(parser: Any) -> None:
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
-        help="of all models; default: as stored; on a CPU bfloat16 if it has instructions for it, "
-        "else float32",
+        help="dtype of all models; default: as stored; on a CPU bfloat16 if it has instructions "
+        "for it, else float32",
     )
     model_options.add_backend(parser)
     parser.add_argument(
@@ -77,7 +77,7 @@ def _add_model(parser: Any) -> None:
     parser.add_argument(
         "--tool-format",
         choices=TOOL_FORMATS,
-        help="of calls of tools; default: that of the chat template, if it is one of these",
+        help="format of tool calls; default: that of the chat template, if it is one of these",
     )
     drafting.add_adaptive_speculation(parser)
 
@@ -116,8 +116,8 @@ def _add_server(group: Any) -> None:
         ServerConfig,
         api_key=dict(
             metavar="KEY",
-            help=f"which requests must have; default: ${API_KEY}, which other users of the machine "
-            "cannot read; without one, no key is needed",
+            help=f"the key that requests must have; default: ${API_KEY}, which other users of the "
+            "machine cannot read; without one, no key is needed",
         ),
         allowed_hosts=dict(type=names, metavar="NAME,NAME"),
         cors_origins=dict(type=names, metavar="ORIGIN,ORIGIN"),

@@ -46,7 +46,7 @@ class Arm(NamedTuple):
 
     Attributes:
       drafter: its name; several names for an ensemble; "" for plain decoding.
-      depth: of its tree; 0 for plain decoding.
+      depth: the depth of its tree; 0 for plain decoding.
     """
 
     drafter: str
@@ -65,7 +65,7 @@ class RoundTimes:
 
     Attributes:
       lengths: increasing, tokens in the target's cache of each row.
-      seconds: by arm, at each length, for each number of live rows.
+      seconds: seconds by arm, at each length, for each number of live rows.
       rows: increasing numbers of live rows.
       speed: measured divided by expected seconds of the newest call, which the machine's other
         work changes; the same for all arms.
@@ -139,8 +139,8 @@ class Acceptance:
 
         Args:
           since: int [B, A], new rounds of each row that accepted 0, 1, ... tokens.
-          depth: of the tree that ran.
-          rounds: of the call.
+          depth: the depth of the tree that ran.
+          rounds: number of rounds of the call.
         """
         new = self._decayed(rounds, HALF_LIFE)
         tried, accepted = tried_and_accepted(since, depth, self.tried.shape[1])
@@ -171,8 +171,8 @@ class Probes:
     """The rounds that probes may run, and what they cost.
 
     Attributes:
-      rounds: of all calls.
-      probed: of probes.
+      rounds: number of rounds of all calls.
+      probed: number of rounds of probes.
       lost_s: seconds of probes beyond those in which the arm before would have emitted as many
         tokens.
     """
@@ -194,17 +194,18 @@ class Controller:
 
     Attributes:
       arms: to choose from.
-      arm: of the next call.
+      arm: the arm of the next call.
       best: the same, except before a probe: the arm to return to.
       histogram: int [B, A], rounds of each row that accepted 0, 1, ... tokens, after the newest
         call.
-      acceptance: by drafter.
-      times: of rounds; None: they have not been measured, and the arm does not change.
+      acceptance: acceptance by drafter.
+      times: seconds of a round by arm; None: they have not been measured, and the arm does not
+        change.
       length: tokens of the longest live row.
       live: number of live rows.
       until_last_row_ends: whether to minimise the time until the last row ends, rather than to
         maximise tokens per second.
-      probes: their count and cost.
+      probes: count and cost of probes.
       can_be_disabled: whether plain rounds do not run the drafter.
       disabled: the rows without speculation, until another request joins there.
     """
@@ -240,7 +241,7 @@ class Controller:
         Args:
           arms: to choose from.
           rows: B, of the batch.
-          first: of the first call; None: the deepest.
+          first: the arm of the first call; None: the deepest.
           rates: acceptance rates by depth, given that all tokens before are accepted; the last one
             also stands for deeper tokens. Empty: 0.
           rounds: the weight of these rates.
@@ -274,7 +275,8 @@ class Controller:
         """Returns whether speculation should be disabled for rows that join.
 
         Args:
-          live, joining: as for `chosen`, of other rows and of those that join.
+          live, joining: by the index of each live row, and of each that joins, its tokens so far
+            and the new ones it may still emit.
         """
         if not self.can_be_disabled:
             return False
@@ -285,7 +287,7 @@ class Controller:
         """Returns the choice after a request has joined; the one before it becomes history.
 
         Args:
-          slot: of the row.
+          slot: the row's slot.
           disabled: whether speculation is disabled for it.
         """
         histogram = self.histogram.copy()
@@ -369,9 +371,9 @@ class Controller:
 
         Args:
           histogram: the state's, of all rounds since each row joined.
-          rounds: of the call.
-          seconds: of the call; None: it loaded its program, and does not count.
-          simulated: by drafter, the same of its simulated rounds.
+          rounds: number of rounds of the call.
+          seconds: duration of the call; None: it loaded its program, and does not count.
+          simulated: histograms of the simulated rounds, by drafter.
         """
         histogram = np.array(histogram)[:, : self.histogram.shape[1]]  # the state may be deeper
         if self.times is None or not rounds:

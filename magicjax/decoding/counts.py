@@ -163,7 +163,7 @@ def tried_and_accepted(
 
     Args:
       histogram: [*B, A], rounds that accepted 0, 1, ... tokens.
-      depth: of the tree that ran.
+      depth: the depth of the tree that ran.
       deepest: D; deeper tokens than `depth` have counts of 0.
     """
     at_least = _at_least(np.asarray(histogram))

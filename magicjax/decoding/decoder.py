@@ -40,9 +40,9 @@ class Clock:
     """The seconds of the programs that ran, without compilation.
 
     Attributes:
-      prefill_s: of prefill, init, insert and extract.
-      decode_s: of rounds.
-      newest_s: of the newest program.
+      prefill_s: seconds of prefill, init, insert and extract.
+      decode_s: seconds of rounds.
+      newest_s: seconds of the newest program.
     """
 
     prefill_s: float = 0.0
@@ -59,7 +59,7 @@ class Decoder:
 
     Attributes:
       request: the models, the settings and the rows.
-      settings: of the loop; None: the request's.
+      settings: the loop's settings; None: the request's.
       without_drafter: whether the loop runs without the drafter, whose state stays as it is.
       clock: adds up the seconds.
       programs: the compiled programs of the loop, by name. To find one by the shapes of all
@@ -103,8 +103,9 @@ class Decoder:
         Args:
           rows: None: the request's.
           settings: None: the request's; or those of other statistics or another chunk.
-          cache: of the first tokens of each row; None: an empty one is made.
-          layer_inputs: of earlier calls for the same prompts, as in `ModelStats`; None: of none.
+          cache: holds the first tokens of each row; None: an empty one is made.
+          layer_inputs: the result of earlier calls for the same prompts, as in `ModelStats`; None
+            without earlier calls.
         """
         arguments = self.request.target, rows or self.request.rows, cache, layer_inputs
         return self._run("prefill", settings or self.request.prefill_settings, *arguments)
@@ -162,10 +163,10 @@ class Decoder:
         """Returns the state after some rounds, whose number is its `rounds`.
 
         Args:
-          state: of the request's rows.
+          state: the state of the request's rows.
           rounds: the most that run.
           until: they also end when "all" rows have ended, or when "any" row ends.
-          matchers: of the rows, None for rows without a grammar; they follow the texts. With one,
+          matchers: one per row, None for rows without a grammar; they follow the texts. With one,
             the host masks every round, and rounds end when any row ends.
         """
         if any(matchers):

@@ -53,7 +53,7 @@ class Detokenizer:
           stop: strings before which the text ends. Special tokens in them stand for themselves.
           prompt: the tokens before the text.
           ends: tokens that end the text, such as EOS; they have no text.
-          grammar: of the text; None for any text.
+          grammar: constrains the text; None for any text.
           split: whether reasoning is apart, if the model marks it.
         """
         self.tokens: list[int] = []

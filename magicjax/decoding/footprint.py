@@ -21,12 +21,12 @@ class Footprint:
     """Bytes on each device.
 
     Attributes:
-      weights: of the target; of an offloaded one without its blocks.
+      weights: the target's weights; without the blocks of an offloaded target.
       streamed: two layers of an offloaded target, the current and the next.
-      draft_weights: of draft models, and of a drafter's copy of the target's blocks.
+      draft_weights: weights of draft models, and a drafter's copy of the target's blocks.
       target_kv: the target's KV cache.
       draft_kv: the drafter's KV caches and bounds of pages.
-      allocated: of the weights, those that are loaded already.
+      allocated: weights that are loaded already, part of the numbers above.
     """
 
     weights: int
@@ -60,7 +60,7 @@ def of_models(
     Args:
       target: whose output is decoded.
       drafter: after `Drafter.for_target`, so that it has the models that it derives.
-      rows: of a group of devices.
+      rows: rows per group of devices.
       capacity: slots of a row in a full cache.
       mesh: factored; None: one device.
     """

@@ -49,7 +49,7 @@ class Prefilled:
       first: int32 [B], each row's first new token; NAN: its logits are NaN.
       stats: the target's attention over the prompts.
       logprobs: [B, 1], of the first tokens; None if they are not computed.
-      processor: of the rows' logits, after the first tokens; None without.
+      processor: processes the rows' logits, after the first tokens; None without.
     """
 
     first: Int[Array, "B"]
@@ -112,7 +112,7 @@ class Scored:
 
     Attributes:
       logits: [B, N, V], after the rows' processor, except for the end of their reasoning.
-      kv, queries, layer_inputs: of the nodes, as in `RoundOutcome`.
+      kv, queries, layer_inputs: one per node, as in `RoundOutcome`.
       is_nan: bool [B, N], whether the logits are NaN before they are processed.
     """
 

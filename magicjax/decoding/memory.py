@@ -49,8 +49,8 @@ def check_workload(
     Args:
       request: with all rows that are allocated.
       workload: what needs the memory, for the message.
-      remedy: of available bytes; what fits them.
-      available: as for `check`.
+      remedy: returns what fits, given the available bytes.
+      available: bytes of each device; None: as its devices report now.
     """
     needed = count(request).new
     where = request.target, request.settings.mesh
@@ -109,7 +109,7 @@ def count(request: Request, rows: int | None = None, capacity: int | None = None
 
     Args:
       request: on its devices, or with models without parameters.
-      rows: of the whole batch; None: those of the request.
+      rows: rows of the whole batch; None: those of the request.
       capacity: slots of a row; None: those of the request.
     """
     settings = request.settings

@@ -31,7 +31,7 @@ class Output:
     """The result of `generate`.
 
     Attributes:
-      results: of each row.
+      results: one per row.
       tokens: int32 [B, M], the new tokens of each row, padded with the pad token to the largest
         limit.
       stats: acceptance, counts, times and bytes.
@@ -113,10 +113,11 @@ def run_adaptive(
     """Returns (the state when all texts have ended, calls); donates `state`.
 
     Args:
-      decoders: by arm, of one request with a drafter; all loops are compiled before the first call.
+      decoders: by arm, for one request with a drafter; all loops are compiled before the first
+        call.
       controller: chooses the arm of each call after the first one.
       state: after prefill, as deep as the deepest tree.
-      texts: of the rows.
+      texts: one per row.
       rounds: per call that is no probe.
     """
     for decoder in decoders.values():
@@ -176,7 +177,7 @@ def run_rounds(
 
     Args:
       state: after prefill; donated.
-      texts: of the rows, empty; the new tokens are pushed. Rows end with them.
+      texts: one per row, empty; the new tokens are pushed. Rows end with them.
       decode: runs some rounds.
 
     Raises:
@@ -223,7 +224,7 @@ def output_of(
     Args:
       decoder: has run the request.
       state: the final one.
-      texts: of the rows.
+      texts: one per row.
       compiled: `program_cache.totals` before the request.
       calls: depth and histogram of each call of the loop, if their trees differed.
       measured: further fields of `Stats`.

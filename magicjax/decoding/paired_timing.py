@@ -123,7 +123,7 @@ def time_interleaved(
       drafters: the drafter states by `id` of the drafter; donated.
       repeats: at least this many, after one that is not counted.
       min_seconds: repeats continue until the calls have taken this long.
-      until: as for `Decoder.decode`.
+      until: rounds end when "all" rows have ended, or when "any" row ends.
     """
     state, drafters = dataclasses.replace(state, drafter=None), dict(drafters)
     counters = _counters(state)

@@ -45,7 +45,7 @@ def prepare(
 
     Args:
       target: a model; the weights of a skeleton (`loading.skeleton`) are loaded after validation.
-      prompts, params: as for `magicjax.generate`.
+      prompts, params: arguments of `magicjax.generate`.
       options: its keyword arguments.
 
     Raises:
@@ -194,8 +194,8 @@ def capacity_of(tokens: int, depth: int, chunk: int = 0) -> int:
     writes a whole chunk: a text of 500 tokens, depth 4 and chunks of 64 tokens take 576 slots.
 
     Args:
-      tokens: of the longest text, new tokens included.
-      depth: of the longest path, in edges.
+      tokens: length of the longest text, new tokens included.
+      depth: the longest path of the tree, in edges.
       chunk: tokens of a prefill step that can begin at any token; 0: prefill begins at the first.
     """
     return round_up(tokens + max(chunk, 2 * depth + 1), CAPACITY_MULTIPLE)
@@ -213,7 +213,7 @@ def place(
 
     Args:
       request: from `validated_request`; without a mesh, its models already are on their device.
-      micro_batches: of a mesh with stages; None chooses the fastest.
+      micro_batches: number of micro-batches on a mesh with stages; None chooses the fastest.
       put: (array, sharding) -> the array with that sharding.
     """
     mesh = request.settings.mesh

@@ -143,7 +143,7 @@ def split_after(
       tokenizer: a fast tokenizer of transformers.
       special: its special tokens.
       prompt: the tokens before the text.
-      grammar: of the text, or of the answer.
+      grammar: constrains the text or, after reasoning, the answer.
     """
     backend = tokenizer.backend_tokenizer
     if {CHANNEL, MESSAGE} <= {*special.values()}:
@@ -164,9 +164,9 @@ def after_reasoning(
     returned as it is.
 
     Args:
-      tokenizer: as for `split_after`; others have no reasoning.
+      tokenizer: a fast tokenizer of transformers; others have no reasoning.
       prompt: the tokens before the text.
-      grammar: of the answer; None for any text.
+      grammar: constrains the answer; None for any text.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if grammar is None or grammar.free_until or backend is None:

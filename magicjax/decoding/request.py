@@ -45,7 +45,7 @@ class Request:
       settings: static settings of the programs.
       target, drafter: the models.
       prompts: token ids of each row.
-      params: of each row.
+      params: one per row.
       rows: what the programs need of each row; placed on the devices by `place`.
       eos: tokens that end a text of the target.
       pad_token_id: pads rows that ended.

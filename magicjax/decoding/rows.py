@@ -34,7 +34,7 @@ class Rows:
       limits: int32 [B], the most new tokens of each row.
       eos: int32 [B, E], tokens that end each row; -1 is none.
       sampling: parameters and key of each row; None: all rows are greedy.
-      processor: of the rows' logits, after the newest tokens; None without.
+      processor: processes the rows' logits, after the newest tokens; None without.
       wants_logprobs: bool [B]; without such a row, a round computes none.
       speculative: bool [B]; other rows accept no drafted token.
     """
@@ -85,9 +85,9 @@ def rows_of(
 
     Args:
       target: the model.
-      prompts, params: of the rows.
+      prompts, params: one per row.
       limits: the most new tokens of each row.
-      eos: of the target.
+      eos: the target's end tokens.
       width: T, to which prompts are padded.
       allowed: the first tokens that the rows' grammars allow; None without grammars.
       features: None: those that the rows use.

@@ -36,9 +36,9 @@ def insert(
     the slot write nothing.
 
     Args:
-      settings, target, drafter: of both states.
-      state: of all rows.
-      row: of one row.
+      settings, target, drafter: shared by both states.
+      state: the state of all rows.
+      row: the state of one row.
       slot: int32 [], the number of the row.
     """
     index, is_here = _in_group(settings, state, slot)

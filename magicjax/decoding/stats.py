@@ -15,9 +15,9 @@ class Stats(Counts):
 
     Attributes:
       by_request: the counts of each row.
-      rounds: of the batch, which are those of the longest-running row; decode_s / rounds is the
-        time of one.
-      prefill_s, decode_s: of prefill, including the first token, and of the decoding loop.
+      rounds: rounds of the batch, equal to those of the longest-running row; decode_s / rounds is
+        the time of one.
+      prefill_s, decode_s: seconds of prefill, including the first token, and of the decoding loop.
       compile_s: spent compiling in this call.
       compilations: programs compiled in this call.
       kv_bytes_target, kv_bytes_draft: allocated keys and values.

@@ -27,7 +27,7 @@ class NewTokens:
     Attributes:
       tokens: int32 [T].
       text: the new text; None without a tokenizer. It can lag behind the tokens.
-      logprobs: of the tokens; None if they were not requested.
+      logprobs: log-probabilities of the tokens; None if they were not requested.
       reasoning: the new text before the answer that the model marks as reasoning.
     """
 
@@ -47,9 +47,9 @@ class Result:
         completed it.
       text: the new text, which continues that of the prompt: without special tokens and the token
         that ended it, before the stop string. None without a tokenizer.
-      logprobs: of the tokens; None if they were not requested.
-      prompt_logprobs: of the prompt's tokens except for the first one; None if they were not
-        requested, or if the request ended before.
+      logprobs: log-probabilities of the tokens; None if they were not requested.
+      prompt_logprobs: log-probabilities of the prompt's tokens except for the first one; None if
+        they were not requested, or if the request ended before.
       finish_reason: one of `FINISH_REASONS`.
       stats: its acceptance; of a request of an engine, the `RequestStats` with times.
       reasoning: the text before the answer that the model marks as reasoning.
@@ -90,11 +90,11 @@ class Text:
         """Starts an empty text.
 
         Args:
-          tokenizer: of transformers, or None.
-          prompt, params: of the row.
+          tokenizer: a tokenizer of transformers, or None.
+          prompt, params: the row's prompt and sampling parameters.
           limit: the most new tokens.
           eos: tokens that end a text of the target.
-          matcher: of an empty text.
+          matcher: the grammar's matcher, before any text.
         """
         self.prompt, self.params, self.limit, self.matcher = prompt, params, limit, matcher
         self.emitted, self.finish_reason, self.error = 0, "", ""
@@ -134,7 +134,7 @@ class Text:
 
         Args:
           tokens: all that the row has emitted.
-          logprobs: of the same; None if they are not computed.
+          logprobs: log-probabilities of these tokens; None if they are not computed.
           ended: whether the row has ended.
         """
         begin, self.emitted = self.emitted, len(tokens)

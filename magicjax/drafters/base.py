@@ -120,7 +120,7 @@ class Drafter(abc.ABC):
           tokens: the prompts, right-padded; `cache.lengths` [B] has their lengths.
           cache: the target's keys and values of the prompts.
           stats: covers `stats_spec()`; in an ensemble it can hold more.
-          settings: of the program, such as the tree.
+          settings: settings of the program, such as the tree.
           previous: in an engine, its state after an earlier text, which it may reuse; T is then at
             least `cache.lengths` plus a chunk. None without an earlier text.
         """
@@ -139,11 +139,11 @@ class Drafter(abc.ABC):
 
         Args:
           target: the target model.
-          state: its own.
+          state: the drafter's state.
           root: each row's pending token, at position `cache.lengths`.
           cache: the target's, of all tokens before the root; of length 0 in rows that have ended.
           sampling: how each row samples; the proposal must then have `draws`. None: greedy.
-          settings: of the program.
+          settings: settings of the program.
         """
 
     @abc.abstractmethod
@@ -154,7 +154,7 @@ class Drafter(abc.ABC):
 
         Args:
           target: the target model.
-          state: its own, before the round.
+          state: the drafter's state before the round.
           draft: what `propose` returned besides the proposal.
           proposal: all drafters' nodes in an ensemble; `outcome.path` indexes them.
           outcome: the accepted nodes.
@@ -167,10 +167,10 @@ class Drafter(abc.ABC):
         draft is returned as it is, which is right if it has no entries by node.
 
         Args:
-          draft: by its own N nodes.
+          draft: the draft, by its own N nodes.
           node_of: the other tree's node of each of its nodes; below 0 for padding, and for nodes
             that the other tree lacks. Several of its nodes can be one node.
-          num_nodes: of the other tree.
+          num_nodes: number of nodes of the other tree.
         """
         return draft
 
@@ -214,8 +214,8 @@ class Drafter(abc.ABC):
         A row's later drafts must not depend on the other rows: nothing of the state is shared.
 
         Args:
-          state: its own, of all rows; on a mesh, of those of one group of devices.
-          row: its own, of the one row that joins.
+          state: the drafter's state of all rows; on a mesh, of the rows of one group of devices.
+          row: the drafter's state of the row that joins.
           slot: int32 [], the index of the row.
         """
         return insert_row(state, row, slot)
@@ -231,8 +231,8 @@ class Drafter(abc.ABC):
         used.
 
         Args:
-          state: its own, of all rows.
-          forced: of D, the first D of these tokens, int32 [B, D]; -1 for none.
+          state: the drafter's state of all rows.
+          forced: returns the first D of these tokens, given D: int32 [B, D]; -1 for none.
         """
         return state
 

@@ -54,8 +54,9 @@ class CascadeDraft:
     """What a commit needs of a round.
 
     Attributes:
-      first: of the first drafter's first tree in the round, by the nodes of the chain.
-      middle: of the middle drafter.
+      first: what the first drafter's commit needs of its first tree in the round, by the nodes of
+        the chain.
+      middle: what the middle drafter's commit needs.
       advanced: the first drafter's state after its commits within the round.
     """
 
@@ -99,7 +100,7 @@ class _Chain:
         """Returns the chain with the tokens of a pass; those after the first G are dropped.
 
         Args:
-          tokens: of the nodes.
+          tokens: tokens of the nodes.
           result: the accepted path and the bonus token.
           q: [B, A, V], the distributions of the emitted tokens; None in greedy decoding.
           kv: the entries, with those of the nodes filled in.
@@ -147,10 +148,10 @@ class _RoundSetup:
     """What the passes of a round have in common.
 
     Attributes:
-      target, cache: as for `Drafter.propose`.
-      context: of the middle model.
+      target, cache: the target, and its cache.
+      context: the middle model's context.
       sampling: how each row samples, with the keys of this round; None: greedy.
-      settings: of the first drafter.
+      settings: the first drafter's settings.
     """
 
     target: Model

@@ -89,7 +89,8 @@ class DraftContext:
       draw_method: static; one of `DRAW_METHODS`, ignored in greedy decoding.
       backend: static; of the attention.
       drafter_index: static; index of the drafter in its ensemble.
-      root_pass: of a root that has run already; None: it has not. Not with a backlog.
+      root_pass: the pass over the root, if it has run already; None: it has not. Not with a
+        backlog.
       feature: [B, 1, E], of the target at the token before the root, for a model that is a learned
         head (`models.eagle`); None: the model reads tokens only.
     """
@@ -152,9 +153,10 @@ class DraftContext:
         """Returns the hidden states of a pass, and the entries that `attend` fills.
 
         Args:
-          tokens, positions: of the pass.
+          tokens, positions: the inputs of the pass.
           attend: the attention to the prefix and the entries.
-          features: of a learned head, the hidden state of each token's parent; None: of others.
+          features: for a learned head, the hidden state of each token's parent; None for other
+            models.
           live: False for padding. Padding, and rows that do not draft, are zeros, which native
             products skip. None: no padding.
         """

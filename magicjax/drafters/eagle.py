@@ -291,10 +291,10 @@ def _output_rows(config: models.EagleConfig, vocab_map: Any, of_target: Any, dty
     """Returns the target's output matrix, or its rows of the draft tokens in their order.
 
     Args:
-      config: of the head.
-      vocab_map: of the head; None without a draft vocabulary.
+      config: the head's config.
+      vocab_map: the head's map of draft tokens; None without a draft vocabulary.
       of_target: the target's output matrix, an array or packed.
-      dtype: of the result.
+      dtype: dtype of the result.
     """
     matrix = dequantize(of_target) if isinstance(of_target, Packed) else of_target
     if config.draft_vocab_size is None:

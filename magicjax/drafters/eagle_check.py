@@ -52,7 +52,7 @@ def check_once(head: Model, target: Model) -> None:
 
     Args:
       head: as `Eagle.for_target` returns it.
-      target: of the head.
+      target: the target for which the head was trained.
     """
     if head.params is None or target.params is None or target.tokenizer is None:
         return
@@ -97,7 +97,7 @@ def agreement(head: Model, target: Model, tokens: jax.Array) -> jax.Array:
 
     Args:
       head: with all its layers and parameters.
-      target: of the head.
+      target: the target for which the head was trained.
       tokens: int32 [1, T], a text.
     """
     config: Any = head.config

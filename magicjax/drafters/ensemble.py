@@ -65,8 +65,8 @@ class Ensemble(Drafter):
         """Returns each drafter and its tree.
 
         Args:
-          tree: of the members without trees of their own.
-          others: of all members instead; None: their own.
+          tree: the tree of members without trees of their own.
+          others: trees of all members; None: their own.
         """
         trees = others or self.trees or (tree,) * len(self.drafters)
         return list(zip(self.drafters, trees, strict=True))

@@ -43,8 +43,8 @@ def check(text: str, num_layers: int, offload: bool = False, stages: int = 1) ->
     """Raises ValueError unless a target can draft with the layers of `text`.
 
     Args:
-      text: as for `parse`.
-      num_layers: of the target.
+      text: numbers and ranges of layers, such as "0-9,20-29".
+      num_layers: the target's number of layers.
       offload: whether the target's blocks are in host memory.
       stages: the target's pipeline stages.
     """

@@ -40,7 +40,7 @@ class PageRetrievalState:
     """The state of page retrieval between two rounds.
 
     Attributes:
-      bounds: of the target's committed keys.
+      bounds: bounds of the target's committed keys, by page.
       pages: the pages that each row chose last.
       wait: int32 [B], rounds of the row before it chooses again; 0: in the next one.
     """

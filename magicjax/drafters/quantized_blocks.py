@@ -48,7 +48,7 @@ def of(target: Model, weights: str, layers: Layers = None) -> Model:
     Args:
       target: the model whose blocks are quantized.
       weights: the format.
-      layers: of the blocks that are copied, as in `layer_skipping`.
+      layers: the layers whose blocks are copied, as in `layer_skipping`.
     """
     form = WeightFormat.parse(weights)
     if target in _copies and _copies[target][:2] == (form, layers):

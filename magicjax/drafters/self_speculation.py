@@ -71,8 +71,8 @@ class SelfSpeculation(TargetDrafter):
       draw: how children are drawn under sampling (`DRAW_METHODS`); None: without replacement, or
         the most likely tokens in a dynamic tree.
       refresh_every: rounds of a row between refreshes; None: never.
-      kv_dtype: of the draft cache: "int8" or "int4", with one float32 scale for each token and
-        head; None: the target's dtype. The target's own cache is not changed by it.
+      kv_dtype: dtype of the draft cache: "int8" or "int4", with one float32 scale for each token
+        and head; None: the target's dtype. The target's own cache is not changed by it.
       weights: the format of a quantized copy of the target's blocks, which drafts, as for
         `FullCacheSpeculation`; None: the target itself drafts.
       layers: the layers of the target that draft, from 0, such as "0-9,20-29"; None: all. A copy

@@ -54,7 +54,7 @@ class SimulatedRounds:
         A round that drafted 4 7 2 ends when the text continues 4 8 (1 accepted) or 4 7 2 (3).
 
         Args:
-          text: of each row; undefined after its newest token.
+          text: the tokens of each row; undefined after its newest token.
           newest: the index of that token, the root of the next round.
           draft: returns the tokens that would be drafted after it; -1: none.
         """

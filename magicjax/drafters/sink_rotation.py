@@ -53,7 +53,7 @@ def prefill_sliding_window(
     Args:
       model: with rotary positions.
       tokens: right-padded.
-      lengths: of the prompts.
+      lengths: prompt lengths.
       settings: only `backend` is read.
       sinks, ring: P and R.
     """
@@ -91,7 +91,7 @@ def rotate_sinks(
     """Returns the cache with its sinks just before the ring, and the sinks' keys before rotation.
 
     Args:
-      model: of the cache.
+      model: the model that fills the cache.
       cache: after a commit; newly committed keys have their absolute rotation.
       unrotated: keys of the sinks that were committed before.
       count_before: the tokens of each row before the commit.

@@ -88,13 +88,13 @@ class SmallModel(Drafter):
       policy: which entries of its cache are pinned, a name or a `Policy`; "full": its cache has all
         entries.
       budget: C, the slots for each layer and KV head of a sparse cache; None: 256.
-      kv_dtype: of a sparse cache, as for `SelfSpeculation`.
+      kv_dtype: dtype of a sparse cache: "int8" or "int4", with one float32 scale for each token and
+        head; None: the model's dtype.
       sink_positions: "text": pinned entries keep their positions in the text. "in_cache": they
         move to just before the ring, so that a draft model can read texts beyond its own context;
         for policy "streaming" and rotary positions. The prompt is then prefilled through the same
         sliding window.
-      weights, draft_vocab: with which a path is loaded, as for `magicjax.load`; a loaded model
-        must have them.
+      weights, draft_vocab: arguments of `magicjax.load` for a path; a loaded model must have them.
 
     Raises:
       ValueError: an unknown policy, a budget below 1, a budget or kv_dtype of a full cache;

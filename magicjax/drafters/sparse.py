@@ -20,7 +20,7 @@ BUDGET = 256  # the default
 # Help of the options that drafters with a cache share.
 POLICY_HELP = "which entries of the cache are pinned"
 BUDGET_HELP = "slots of a sparse cache for each layer and KV head"
-KV_DTYPE_HELP = "of a sparse cache; default: the dtype of the model"
+KV_DTYPE_HELP = "dtype of a sparse cache; default: the dtype of the model"
 DRAW_HELP = (
     "how children are drawn under sampling; default: without_replacement, or top (the most likely) "
     "in a dynamic tree"
@@ -52,7 +52,7 @@ class SparseSettings:
       policy: chooses the pinned entries.
       budget: C, slots for each layer and KV head; the mean over layers if the policy varies it.
         Layers with a sliding window have only a ring, of `window_slots`.
-      kv_dtype: of the entries: int8 or int4, with a scale for each token and head; None: the
+      kv_dtype: dtype of the entries: int8 or int4, with a scale for each token and head; None: the
         model's dtype.
     """
 

@@ -143,8 +143,8 @@ class Spec:
 
     Attributes:
       text: as it was given.
-      name: of the drafter; the same for all policies.
-      path: of its model, "" if it has none.
+      name: the drafter's name; the same for all policies.
+      path: path of its model, "" if it has none.
       values: options of the name that the text sets.
       policy_values: options of its policy that the text sets.
     """

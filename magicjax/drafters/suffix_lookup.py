@@ -267,8 +267,8 @@ def best_nodes(
 
     Args:
       candidates: whose paths are merged.
-      shape: of the tree; a node has at most `width` children.
-      min_score: of a node, as a share of all weights.
+      shape: bounds of the tree; a node has at most `width` children.
+      min_score: the lowest score of a node, as a share of all weights.
     """
     scores, count = path_scores(candidates), candidates.length.shape[1]
     kept = jnp.cumprod(scores.rank < shape.width, -1, dtype=jnp.int32) > 0

@@ -92,7 +92,7 @@ class TargetDrafter(Drafter):
         sampling: Sampling | None,
         settings: Settings,
     ) -> tuple[DraftContext, Any]:
-        """Returns the context of a draft, and what `commit` needs of it; as for `propose`."""
+        """Returns the context of a draft, and what `commit` needs; arguments of `propose`."""
         model = self.part_of(target)
         if self.blocks is not None:
             model = quantized_blocks.join(self.blocks, target)

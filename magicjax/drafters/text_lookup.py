@@ -50,7 +50,7 @@ class TextLookup(Drafter):
         The parent of a node that does not exist is `NO_NODE`.
 
         Args:
-          text: of each row; undefined after its newest token.
+          text: the tokens of each row; undefined after its newest token.
           newest: the index of that token, which is the root.
           tree: what may be proposed.
         """
@@ -110,7 +110,7 @@ def newest_tokens(
     """Returns the L = `count` newest tokens of each row, the newest first.
 
     Args:
-      text: of each row; undefined after its newest token.
+      text: the tokens of each row; undefined after its newest token.
       newest: the index of that token.
       count: L; a row with fewer tokens has `ABSENT` in their place.
     """
@@ -125,8 +125,8 @@ def match_lengths(text: Int[Array, "B S"], newest: Int[Array, "B L"]) -> Int[Arr
     In the text 1 2 3 1 2 the newest tokens 2 1 (the newest first) give 0 0 2 0 0.
 
     Args:
-      text: of each row.
-      newest: of each row, the newest first.
+      text: the tokens of each row.
+      newest: the newest tokens of each row, the newest first.
     """
     slots, longest = text.shape[1], newest.shape[1]
     padded = jnp.pad(text, ((0, 0), (longest, 0)), constant_values=NO_TOKEN)

@@ -74,7 +74,7 @@ class EngineConfig:
     )
     verifier: str | None = setting(
         None,
-        "the rule that accepts drafted tokens, as for `magicjax.generate`; None for greedy, or "
+        "the rule that accepts drafted tokens, see `magicjax.generate`; None for greedy, or "
         "with sampling for mss, and for naive if adaptive, or if the drafter remembers texts",
     )
     eos_token_id: int | Sequence[int] | None = setting(
@@ -134,7 +134,7 @@ class EngineConfig:
         le=MAX_ALTERNATIVES,
     )
     backend: str | None = setting(
-        None, "of attention and products, as for `magicjax.generate`; None for the default"
+        None, "backend of attention and products, see `magicjax.generate`; None for the default"
     )
 
     def __post_init__(self):

@@ -87,15 +87,16 @@ class Engine:
 
         Args:
           target: a model from `magicjax.load`.
-          drafter: as for `magicjax.generate`, except "auto"; None for plain decoding.
-          tree: as for `magicjax.generate`.
+          drafter: a drafter or its text, see `magicjax.generate`, but not "auto"; None for plain
+            decoding.
+          tree: the drafter's tree or its text; None for its default.
           config: shapes, limits and features.
-          mesh: of devices: `data` divides the slots, `model` each layer, and there are no stages;
+          mesh: a mesh whose axis `data` divides the slots and `model` each layer, without stages;
             None for one device. All processes of a mesh create the engine, and call its methods in
             the same order with the same arguments.
 
         Raises:
-          ValueError, TypeError: invalid arguments, as for `magicjax.generate`; a drafter whose
+          ValueError, TypeError: invalid arguments, see `magicjax.generate`; a drafter whose
             state cannot be inserted row by row; a store of prefixes for a policy that reads all
             prompt tokens; adaptive without a drafter; another verifier than naive if adaptive, or
             with a drafter that remembers texts;
@@ -187,9 +188,9 @@ class Engine:
         The prompt is prefilled once, if the engine stores prefixes; else n times.
 
         Args:
-          prompt, priority, deadline_s: as for `submit`.
+          prompt, priority, deadline_s: arguments of `submit`.
           n: the number of requests.
-          params: of the first request; the others have the following seeds.
+          params: parameters of the first request; the others have the following seeds.
 
         Raises:
           ValueError, TypeError: as `submit`; n below 1; a queue without room for all of them.

@@ -73,8 +73,8 @@ def check(row: Request, config: EngineConfig, available: float | None = None) ->
 
     Args:
       row: the request of one row.
-      config: of `EngineConfig.for_target`; each group of devices has its part of the slots, and all
-        rows for prefill and prefixes.
+      config: the result of `EngineConfig.for_target`; each group of devices has its part of the
+        slots, and all rows for prefill and prefixes.
       available: bytes of each device; None: as `magicjax.decoding.memory.check`.
     """
     slots, capacity, prefills = config.slots, config.capacity, config.prefill_rows

@@ -19,12 +19,12 @@ class PrefillRow:
     """A prompt in prefill.
 
     Attributes:
-      decoder: of one row.
+      decoder: a decoder for one row.
       cache: the target's, of one row, which the programs donate.
       drafter_state: the drafter's state of an earlier text, of which the first `reused` tokens are
         those of the prompt.
       reused: the tokens of the prompt that were cached before.
-      layer_inputs: of the target's pass over the pieces so far, which the programs donate.
+      layer_inputs: inputs of the target's layers at the prefilled tokens; the programs donate them.
     """
 
     decoder: Decoder

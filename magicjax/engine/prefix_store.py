@@ -73,15 +73,15 @@ class PrefixStore:
     A hit in host memory returns the prefix to the device.
 
     Attributes:
-      entry_bytes: of one entry on the device.
+      entry_bytes: bytes of one entry on the device.
       max_entries: on the device; 0: nothing is stored.
       max_host_bytes: 0: nothing is stored in host memory.
       min_shared: common tokens; prefixes that share fewer are not reused.
-      recomputed: of the common tokens, those that are computed again. A model with sliding windows
-        goes on from the last `RING_SPARE` tokens of a text that is longer than its rings.
+      recomputed: number of common tokens that are computed again. A model with sliding windows goes
+        on from the last `RING_SPARE` tokens of a text that is longer than its rings.
       lookups, hits: prompts that were looked up, and those that shared enough tokens.
       host_hits: the hits of prefixes that were in host memory.
-      reused_tokens: of all hits.
+      reused_tokens: tokens reused by all hits.
     """
 
     def __init__(
@@ -96,12 +96,12 @@ class PrefixStore:
         """Starts an empty store.
 
         Args:
-          max_bytes, entry_bytes: of all entries on the device, and of one.
+          max_bytes, entry_bytes: bytes of all entries on the device, and of one.
           min_shared: common tokens; prefixes that share fewer are not reused, and shorter ones not
             stored.
-          max_host_bytes: of all entries in host memory.
+          max_host_bytes: bytes of all entries in host memory.
           row_shapes: shapes and shardings of the arrays on the device, if max_host_bytes is not 0.
-          recomputed: of the common tokens, the most that are computed again.
+          recomputed: the most common tokens that are computed again.
         """
         self.recomputed = recomputed
         self.entry_bytes, self.max_entries = entry_bytes, max_bytes // entry_bytes

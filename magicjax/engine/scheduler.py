@@ -85,7 +85,7 @@ class PrefillRule:
         0 to 512, 512 to 1,024, and 1,024 to 1,200.
 
         Args:
-          length: of the prompt.
+          length: length of the prompt.
           first: the tokens before are prefilled.
           limit: the most tokens, a multiple of the smallest chunk; None: the largest piece.
         """
@@ -126,7 +126,7 @@ class Scheduler[Handle: QueuedRequest]:
         Args:
           slots: the most requests that run.
           rule: how prompts are divided into pieces.
-          groups: of devices, which divide the slots.
+          groups: number of groups of devices, which divide the slots.
           queue_limit: the most requests that wait.
           prefill_rows: the most requests that are prefilled at once.
           fill_first: whether the free slots are filled before the loop runs, if nothing runs yet.

@@ -34,7 +34,7 @@ def loops(request: Request, adaptive: bool) -> dict[Arm, Settings]:
     """Returns the settings of the loop by arm.
 
     Args:
-      request: of all rows.
+      request: the request of all rows.
       adaptive: False: only its own tree. True: also plain decoding, and each drafter alone with
         trees of depth 1, 2, 4, ... up to that of its own; only its own if that is a dynamic tree,
         because a shallower one would grow elsewhere, or a cascade's with a tree for each drafter.
@@ -111,8 +111,8 @@ def simulated(drafter: Drafter, state: Any) -> dict[str, jax.Array]:
     """Returns the histograms of the simulated rounds, by the names of the drafters that have any.
 
     Args:
-      drafter: of the engine.
-      state: its own.
+      drafter: the engine's drafter.
+      state: the drafter's state.
     """
     states = state if isinstance(drafter, Ensemble) else (state,)
     members = zip(names_of(drafter), _members(drafter), states, strict=True)
@@ -138,10 +138,10 @@ def decoder(
     """Returns the decoder of an arm for the first rows.
 
     Args:
-      request: of all slots.
-      settings: of the arm.
+      request: the request of all slots.
+      settings: the arm's settings.
       rows: one of `batch_sizes`.
-      clock, programs: of the decoder.
+      clock, programs: shared by the decoders, see `Decoder`.
     """
     drafter, is_plain = request.drafter, settings.shape.num_nodes == 1
     without_drafter = is_plain and drafter is not None and drafter.can_be_disabled
@@ -156,8 +156,8 @@ def time_rounds(
     """Returns (the seconds of rounds of each arm, an empty state); compiles all loops.
 
     Args:
-      setup: of the engine.
-      settings: of the loop, by arm.
+      setup: the engine's setup.
+      settings: settings of the loop, by arm.
       state: without live rows; donated.
     """
     request = setup.slots

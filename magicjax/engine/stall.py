@@ -14,8 +14,9 @@ class StallBudget:
 
     Attributes:
       max_s: the longest pause; None: it is not bounded.
-      round_s: of a round of the loop, smoothed; 0 before the first one.
-      token_s: of a prompt token in steps of the smallest chunk, smoothed; 0 before the first one.
+      round_s: seconds of a round of the loop, smoothed; 0 before the first one.
+      token_s: seconds per prompt token in steps of the smallest chunk, smoothed; 0 before the first
+        one.
     """
 
     max_s: float | None

@@ -31,20 +31,21 @@ class EngineStats:
     Attributes:
       finished: number of requests by finish reason.
       waiting, running: requests in the queue or in prefill, and in slots.
-      new_tokens: of finished requests.
+      new_tokens: tokens of finished requests.
       steps: calls of `Engine.step`.
-      loop_s, prefill_s: of the compiled loop, and of the programs that prefill and copy rows.
-      host_s: of the steps, without the two before and without compilation: scheduling, transfers
-        and detokenization.
+      loop_s, prefill_s: seconds of the compiled loop, and of the programs that prefill and copy
+        rows.
+      host_s: seconds of the steps, without the two before and without compilation: scheduling,
+        transfers and detokenization.
       tokens_per_s: new_tokens divided by the sum of the three times.
       prefix_lookups, prefix_hits: prompts looked up in the prefix store, and those that reused
         tokens.
       prefix_host_hits: the hits of prefixes that were in host memory.
       reused_tokens: prompt tokens that were not prefilled.
-      prefix_bytes, prefix_host_bytes: of the prefixes on the device and in host memory.
-      kv_bytes: of the keys and values of all slots, target and drafter.
+      prefix_bytes, prefix_host_bytes: bytes of the prefixes on the device and in host memory.
+      kv_bytes: bytes of the keys and values of all slots, target and drafter.
       rounds_by_arm: rounds of the loop by what drafted, and the depth of its tree.
-      probe_rounds: of the loop, that measured the acceptance of an idle drafter.
+      probe_rounds: rounds of the loop that measured the acceptance of an idle drafter.
       probe_lost_s: seconds of these rounds, beyond those that their tokens would have taken.
       queue_s, ttft_s, tpot_s, itl_s: percentiles of the newest 1,024 values of `RequestStats` of
         finished requests, cancelled ones excluded; None without a value.

@@ -22,8 +22,8 @@ def mask(
     """Returns the logits with -inf for tokens that are not allowed.
 
     Args:
-      logits: of all tokens, or this device's shard.
-      allowed: of all tokens.
+      logits: logits of all tokens, or of this device's shard.
+      allowed: masks over all tokens.
       vocab_size: the number of tokens.
       axis_names: the mesh axes that shard the vocabulary.
     """

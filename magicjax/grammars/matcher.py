@@ -48,7 +48,7 @@ class Matcher:
 
         Args:
           target: a model.
-          grammar: of the text.
+          grammar: the grammar that the text follows.
           eos: the tokens that end it, which are allowed where the grammar allows the end alone.
           stop_token_ids: others that end it, which are also allowed where they are its text.
 
@@ -114,9 +114,9 @@ class Matcher:
         """Writes the masks of a tree whose root is the last token of the text.
 
         Args:
-          tokens: of all nodes.
-          children: of each node.
-          allowed: of all nodes; those that the grammar does not allow are left as they are.
+          tokens: tokens of all nodes.
+          children: indices of each node's children.
+          allowed: masks of all nodes; those that the grammar does not allow are left as they are.
         """
         self._fill_tree(self._matcher, tokens, children, allowed, 0)
 
@@ -166,9 +166,9 @@ def tree_masks(
     """Returns the masks of all nodes of the rows' trees.
 
     Args:
-      matchers: of the rows, after their roots; None for rows that have ended or have no grammar.
-      tokens: of the nodes; below 0 for none.
-      parents: of the nodes; below 0 for the root and padding.
+      matchers: one per row, after its root; None for rows that have ended or have no grammar.
+      tokens: tokens of the nodes; below 0 for none.
+      parents: parents of the nodes; below 0 for the root and padding.
       vocab_size: V.
     """
     allowed = np.full((*tokens.shape, words(vocab_size)), ALL)

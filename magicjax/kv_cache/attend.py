@@ -170,9 +170,9 @@ def _attention(
     Args:
       attend: has the cache, of one layer, the positions and the rows.
       mask: as that of `AttendLevel`.
-      q, k, v: of the layer.
+      q, k, v: the layer's queries, keys and values.
       pages: those of these rows that are read of a `PagedCache`; None: those chosen before.
-      softcap, sinks: of the model, as in `DecoderConfig`.
+      softcap, sinks: the model's, as in `DecoderConfig`.
     """
     cache, (window,) = attend.cache, attend.cache.windows
     mask = attend.slice(mask) if mask.ndim == 3 else mask

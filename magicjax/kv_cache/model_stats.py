@@ -70,7 +70,7 @@ def update_from_chunk(
       window: so far.
       queries: [B, T, H, D], of the chunk's tokens, and the log-sum-exp of their scores.
       start: position of the chunk's first token.
-      lengths: of the prompts.
+      lengths: prompt lengths.
     """
     size = window.seen.shape[1]
     position = lengths[:, None] - size + jnp.arange(size)

@@ -124,7 +124,7 @@ class PagedCache:
 
     Attributes:
       full: the cache.
-      bounds: of all of its tokens.
+      bounds: bounds of the keys of all its pages.
       chosen: int32 [B, K, C] per layer, the pages between, as last chosen.
       due: bool [B], the rows that choose in this round; None: all.
       newest: static; how many pages of the newest tokens are read.
@@ -176,7 +176,7 @@ class PagedCache:
         Rows that are not due, and rows whose pages are all read, keep `old`.
 
         Args:
-          query: of the root, for some rows of the batch.
+          query: the root's query, for some rows of the batch.
           old: the pages that these rows chose before.
           take: returns these rows of an array of all rows.
         """
@@ -213,7 +213,7 @@ class PagedCache:
 
         Args:
           chosen: as `choose` returns them.
-          take: as for `choose`.
+          take: returns these rows of an array of all rows.
           first_row: index of the first of these rows; None: all rows.
         """
         count = chosen.shape[2]

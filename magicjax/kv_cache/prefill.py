@@ -42,13 +42,13 @@ def prefill_cache(
       tokens: right-padded. T is a multiple of the chunk and at most the capacity; given a cache,
         T and the capacity are at least `lengths` plus a chunk, because the last chunk may begin at
         any position and is written whole.
-      lengths: of the prompts, at least 1.
+      lengths: prompt lengths, at least 1.
       settings: `chunk`, `capacity` and `backend` are read.
       stats_spec: the statistics to keep.
       cache: holds the first `cache.lengths` tokens of each row, fewer than `lengths`. Rows longer
         than the shortest one are computed again from its end; a cache with rings must have one row
         (ValueError). None: an empty cache is made.
-      layer_inputs: of the passes so far, as in `ModelStats`; None: of none.
+      layer_inputs: the result of earlier passes, as in `ModelStats`; None without earlier passes.
     """
     config, chunk, batch = model.config, settings.chunk, tokens.shape[0]
     first: Any = 0

@@ -101,7 +101,7 @@ def gather(
         be distinct and below count - R.
       rings: R of each layer, the slots of the ring.
       bits: 8 or 4 to quantize the entries; None: not quantized.
-      dtype: of entries that are quantized in the full cache only; the model's.
+      dtype: dtype of entries that are quantized in the full cache only; the model's.
     """
     layers = zip(cache.k, cache.v, pinned, rings, strict=True)
     gathered = [_gather(*layer, bits, dtype, cache.lengths) for layer in layers]
@@ -128,7 +128,7 @@ def repin(cache: DraftCache, full: KVCache, pinned: Pins) -> DraftCache:
     Args:
       cache: the draft cache.
       full: all entries; has committed as many tokens as `cache`.
-      pinned: as for `gather`.
+      pinned: the policy's new choice per layer, with the conditions of `gather`.
     """
     layers = zip(cache.k, cache.v, full.k, full.v, pinned, strict=True)
     k, v, pins = zip(*[_repin(*layer, cache.bits, cache.count) for layer in layers], strict=True)

@@ -36,7 +36,7 @@ def shapes(module: nn.Module, sharding_of: ShardingFn | None = None) -> Any:
     """Returns the shapes and shardings of what `stack` returns; allocates nothing.
 
     Args:
-      module, sharding_of: as for `stack`.
+      module, sharding_of: arguments of `stack`.
     """
     layers = module.config.num_layers
 
@@ -84,7 +84,7 @@ def check_host_memory(
     """Raises ValueError if the blocks' weights do not fit host memory.
 
     Args:
-      module, sharding_of: as for `stack`.
+      module, sharding_of: arguments of `stack`.
       available: bytes; None: as the system reports; without a report nothing is validated.
     """
     available = free_host_memory() if available is None else available

@@ -85,7 +85,7 @@ class Random(Policy):
     A row's draft therefore does not depend on other rows.
 
     Attributes:
-      seed: of the scores.
+      seed: seed of the random scores.
     """
 
     seed: int = 0

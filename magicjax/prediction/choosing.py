@@ -82,11 +82,11 @@ class Auto:
       drafters: the candidates, of any kind; None: prompt lookup, suffix lookup, and
         self-speculation with streaming and SnapKV caches of 64, 256 and 1,024 slots, as far as the
         prompts are longer.
-      tree: of the trials, a static tree; no deeper one is timed. A tree with branches also measures
-        acceptance by rank, and optimal trees are then timed as well as chains. An ensemble uses it
-        for all members.
-      profile: of the device, with which candidates are skipped that could not be faster if all
-        drafts were accepted: a file from `magicjax calibrate`, or the name of a preset (one of
+      tree: the static tree of the trials; no deeper one is timed. A tree with branches also
+        measures acceptance by rank, and optimal trees are then timed as well as chains. An ensemble
+        uses it for all members.
+      profile: the device's profile; candidates are skipped that could not be faster if all drafts
+        were accepted. A file from `magicjax calibrate`, or the name of a preset (one of
         `cost_model.DEVICES`). None: the file that calibrate writes by default, if there is one.
 
     Raises:
@@ -218,7 +218,7 @@ def choose_drafter(
     """Returns the choice of `generate(..., drafter="auto")`, after trials on the prompts.
 
     Args:
-      target, prompts, params, verifier, eos_token_id, backend, mesh: as for `magicjax.generate`.
+      target, prompts, params, verifier, eos_token_id, backend, mesh: see `magicjax.generate`.
       drafter: the settings.
 
     Raises:
@@ -252,7 +252,7 @@ class Candidates:
 
     Attributes:
       plain: without a drafter.
-      requests: by name.
+      requests: the request of each candidate, by name.
       skipped: the reason for each candidate that the options or the cost model exclude.
     """
 
@@ -270,7 +270,7 @@ def validated_candidates(
     """Returns the candidates; nothing runs, and no weights are loaded.
 
     Raises:
-      ValueError, TypeError, FileNotFoundError: as for `magicjax.choose_drafter`.
+      ValueError, TypeError, FileNotFoundError: see `choose_drafter`.
     """
     if options.tree is not None:
         raise ValueError("drafter='auto' chooses the tree: omit tree")

@@ -168,7 +168,7 @@ def collectives(text: str, group: int | None = None) -> list[Collective]:
     it runs. The body of a loop of unknown length counts once: for `decode`, that is one step.
 
     Args:
-      text: of the program.
+      text: the program's text.
       group: devices are grouped by this many consecutive ids; collectives between groups are
         counted separately. None: one group.
     """

@@ -51,8 +51,8 @@ def create_app(served: Served, worker: Worker, config: ServerConfig) -> Starlett
 
     Args:
       served: whose target has a tokenizer.
-      worker: of its engine.
-      config: of the server.
+      worker: the worker that owns the engine.
+      config: the server's configuration.
     """
     routes = _Routes(served, worker, config)
     completions = routes.generating(protocol.parse_completion)

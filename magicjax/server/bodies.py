@@ -318,7 +318,7 @@ class _Step(NamedTuple):
 
     Attributes:
       path: such as messages[0].name.
-      name: of the field.
+      name: the field's name.
       value: what it is; _MISSING without one.
       known: the fields that there are beside it, and itself unless it is unknown.
     """

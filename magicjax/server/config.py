@@ -18,7 +18,7 @@ class ServerConfig:
     """
 
     api_key: str | None = setting(
-        None, "which requests to /v1/ must have; None for a server without one"
+        None, "the key that requests to /v1/ must have; None for a server without one"
     )
     allowed_hosts: Sequence[str] = setting(
         (),
@@ -27,9 +27,9 @@ class ServerConfig:
     )
     cors_origins: Sequence[str] = setting(
         (),
-        "of web pages that may use the server, such as https://app.example; * for any",
+        "origins of web pages that may use the server, such as https://app.example; * for any",
     )
-    max_body_bytes: int = setting(4 * 2**20, "of a request", ge=1)
+    max_body_bytes: int = setting(4 * 2**20, "the most bytes of a request's body", ge=1)
     body_s: float = setting(30.0, "seconds in which the body of a request must arrive", gt=0)
     max_requests_per_client: int = setting(
         256, "open requests from one address; others get 429", ge=1
@@ -49,7 +49,7 @@ class ServerConfig:
         10, "seconds after which a connection without a request is closed", ge=1
     )
     max_connections: int = setting(  # many systems allow a process 1,024 files
-        1000, "at once; requests on others get 503", ge=1
+        1000, "the most open connections; requests on others get 503", ge=1
     )
 
     def __post_init__(self):

@@ -21,12 +21,12 @@ class ApiError(Exception):
     """An error that is the answer to a request.
 
     Attributes:
-      status: of HTTP.
+      status: HTTP status.
       message: for the client.
       type: as OpenAI names it.
       param: the field of the body; None for other errors.
       code: as OpenAI names it; None without one.
-      headers: of the answer.
+      headers: headers of the answer.
     """
 
     def __init__(

@@ -36,10 +36,10 @@ class Served:
     """A model that the server serves.
 
     Attributes:
-      name: of the model, for clients.
+      name: the model's name, for clients.
       target: the engine's.
       config: the engine's, of `Engine.config`.
-      tool_format: of calls of tools; None: that of the chat template.
+      tool_format: how the model writes tool calls; None: as its chat template does.
     """
 
     name: str
@@ -74,11 +74,11 @@ class Generation:
       chat: whether it came to /v1/chat/completions.
       prompts: int32 [T] each.
       n: samples of each prompt.
-      params: of each prompt.
+      params: one per prompt.
       stream: whether text is sent as it arrives.
       include_usage: whether a stream ends with the counts of tokens.
       continuous_usage: whether every event of the stream has the counts so far.
-      echo: of each prompt, the text before the answer; None: none.
+      echo: the text before the answer, one per prompt; None without.
       fields: the body's fields for parameters of other names.
       tools: that the texts may call; None: all text is content.
     """

@@ -27,11 +27,11 @@ class Texts:
     Attributes:
       chat: whether it is an answer of /v1/chat/completions.
       stream: whether chunks are made.
-      token_texts: of the model.
+      token_texts: returns the text of a token.
       tools: that the texts may call; None: all text is content.
       offsets: characters of each choice so far.
-      decoders: of the bytes of each choice so far.
-      parsers: of the calls in each choice.
+      decoders: UTF-8 decoders of the choices so far, by index.
+      parsers: parsers of tool calls in the choices, by index.
     """
 
     chat: bool
@@ -48,7 +48,7 @@ class Texts:
         A chunk has content or a piece of one call.
 
         Args:
-          index: of the choice.
+          index: index of the choice.
           new: all of its text, or the next piece.
           reason: why the text has ended; None while it continues.
         """

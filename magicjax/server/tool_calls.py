@@ -38,8 +38,8 @@ class Format:
     """How a model writes a call: a JSON object of a name and arguments.
 
     Attributes:
-      name: of `--tool-format`.
-      field: of the arguments.
+      name: value of `--tool-format`.
+      field: the JSON key of the arguments.
       begin, end: the markers around each of several calls, after which text may follow; "": the
         whole text is one call.
     """
@@ -69,7 +69,7 @@ class Tools:
     """The tools of a request.
 
     Attributes:
-      format: of the calls.
+      format: how the model writes calls.
       definitions: all tools, as chat templates read them.
       functions: those that the text may call.
       required: whether the text must call one.
@@ -141,7 +141,7 @@ def tools_of(body: ChatBody, tokenizer: Any, form: Format | None) -> Tools | Non
     """Returns the tools of a body; None: the text is content.
 
     Args:
-      body: of a request.
+      body: the body of a request.
       tokenizer: with a chat template.
       form: the format of calls; None: that of the chat template.
 

@@ -35,7 +35,7 @@ class Snapshot:
     Attributes:
       stats: its statistics.
       tokens: that the loop has emitted so far, those of unfinished requests included.
-      rounds: of these requests.
+      rounds: rounds of the loop for these requests.
     """
 
     stats: EngineStats
@@ -62,8 +62,9 @@ class Job:
       missing: choices without a result; the event loop's.
       first_s: when the first token arrived, on `time.monotonic`; None before. The event loop's.
       new_tokens: that have arrived; the event loop's.
-      handles: by index of the choice, the samples of the first prompt first; the thread's.
-      unfinished: those without a result; the thread's.
+      handles: handles by index of the choice, the samples of the first prompt first; only the
+        engine's thread uses them.
+      unfinished: handles without a result; only that thread uses them.
     """
 
     def __init__(self, generation: Generation):

@@ -43,7 +43,7 @@ def deterministic_draws(parents: Int[Array, "B J"], vocab: int) -> Draws:
     """Returns the draws of a tree without randomness, one for each node but the root.
 
     Args:
-      parents: of nodes 1, 2, …; -1 is padding.
+      parents: parents of nodes 1, 2, …; -1 is padding.
       vocab: V, the size of the vocabulary.
     """
     count = parents.shape[1]
@@ -58,8 +58,8 @@ class Proposal:
 
     Attributes:
       tokens: int32 [B, N]; node 0 is the row's pending token.
-      parents: of the nodes, [N] if every row has the same tree, else [B, N]; another node than the
-        root with parent -1 is padding.
+      parents: parents of the nodes, [N] if every row has the same tree, else [B, N]; another node
+        than the root with parent -1 is padding.
       draws: how they were drawn; None in greedy decoding.
     """
 

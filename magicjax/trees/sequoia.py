@@ -80,7 +80,7 @@ def expected_tokens(tree: TokenTree, acceptance: npt.ArrayLike) -> float:
 
     Args:
       tree: any tree, also `ROOT_ONLY`.
-      acceptance: [ranks] or [depths, ranks], as for `optimal`.
+      acceptance: [ranks] or [depths, ranks], see `optimal`.
 
     Raises:
       ValueError: a node has more children than `acceptance` has ranks, or an invalid `acceptance`.

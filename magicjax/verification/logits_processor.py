@@ -31,7 +31,7 @@ class ThinkingBudget(NamedTuple):
 
     Attributes:
       inside: whether the reasoning has begun; else, the first token may begin it.
-      limit: of the tokens of the text before its reasoning is ended; NO_LIMIT for none.
+      limit: the most tokens of the text before its reasoning is ended; NO_LIMIT for none.
       markers: the tokens that begin it, that end it, and that end it besides; NO_TOKEN for none.
     """
 
@@ -89,8 +89,8 @@ def process(
 
     Args:
       rows: before the round; their `counts` and `recent` have the root's token.
-      logits: of all tokens, or this device's shard.
-      tokens: of the nodes; that of the root is not read.
+      logits: logits of all tokens, or of this device's shard.
+      tokens: tokens of the nodes; that of the root is not read.
       parents: [N] or [B, N].
       emitted: new tokens so far, the root's included.
       eos: tokens that end each row; NO_TOKEN for none.
@@ -225,9 +225,9 @@ def rows_of(
 
     Args:
       params: `magicjax.SamplingParams` of the rows.
-      prompts: of the rows.
+      prompts: one per row.
       sequences: excluded sequences of tokens of each row.
-      budgets: of the rows' reasoning.
+      budgets: thinking budgets, one per row.
       vocab_size: V.
       shape: (W, L); None: as small as possible.
     """

@@ -48,7 +48,7 @@ def log_probs(
     """Returns the log-probabilities of tokens, and of the `count` most likely ones.
 
     Args:
-      logits: of the target, from which each token was chosen.
+      logits: the target's logits, from which each token was chosen.
       tokens: the chosen ones.
       count: K.
       axis_names: the mesh axes that shard the vocabulary.

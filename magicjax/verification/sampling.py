@@ -46,7 +46,7 @@ class Sampling:
       min_p: float32 [B], tokens whose probability is below min_p times the highest one are left
         out, before top_k; 0: none.
       top_n_sigma: float32 [B], tokens whose logits are more than top_n_sigma standard deviations
-        below the highest one are left out, before the temperature; 0: none.
+        below the highest one are excluded, before the temperature; 0: none.
       keys: [B], each row's key, from the seed and the request.
       top_k_used, top_p_used: static; whether any row may use it: top_k above 1 and top_p cost
         passes over the logits in rounds in which a row does, and so does top_n_sigma.
@@ -89,8 +89,8 @@ def warp(
     on the order of a sort.
 
     Args:
-      sampling: of the rows.
-      logits: of all tokens, or this device's shard.
+      sampling: the rows' sampling parameters.
+      logits: logits of all tokens, or of this device's shard.
       axis_names: the mesh axes that shard the vocabulary, here and in the functions below.
     """
 
@@ -213,7 +213,7 @@ def keys_within_round(keys: Array, position: Int[Array, "B"]) -> Array:
 
     Args:
       keys: [B], of the rows.
-      position: of the round's root.
+      position: position of the round's root.
     """
     fold_in = jax.vmap(jax.random.fold_in)
     return fold_in(fold_in(keys, position), jnp.full_like(position, -1))  # no code of `uniforms`

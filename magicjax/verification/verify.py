@@ -76,7 +76,7 @@ def verify_tree(
       proposal: what was drafted; mss reads its draws.
       depth: the longest path, in edges.
       sampling: how each row samples; None for greedy.
-      root_position: of the rows' pending tokens.
+      root_position: positions of the rows' pending tokens.
       axis_names: the mesh axes that shard the vocabulary, here and in the functions below.
     """
     if verifier == "greedy":

@@ -23,12 +23,12 @@ class Kind(NamedTuple):
     """A block format.
 
     Attributes:
-      bits: of a value as it is packed.
+      bits: bits of a packed value.
       group: values with one scale.
       read: returns (values from 0 to 2**bits - 1 [R, C], scales [R, G], minima [R, G] or None) of
         the stored bytes [R, N].
       has_minima: whether there are minima.
-      dtype: of scales and minima.
+      dtype: dtype of scales and minima.
     """
 
     bits: int

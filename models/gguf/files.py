@@ -73,11 +73,11 @@ class GgufModel:
     """A valid GGUF file.
 
     Attributes:
-      config: of the model.
+      config: the model's config.
       weights: by name in Hugging Face format.
       special: bos_token_id, eos_token_id (an id or a list) and pad_token_id; None if not set.
       tokenizer: the tokenizer and the contents of tokenizer_config.json, or None.
-      tensors: of the file, by name.
+      tensors: the file's tensors, by name.
     """
 
     config: DecoderConfig
@@ -519,8 +519,8 @@ def packed_types(path: pathlib.Path, config: DecoderConfig, to: str | None = Non
     """Returns the types of the matrices that are packed; none of a model with experts are.
 
     Args:
-      path: of a directory of `write_directory`.
-      config: of the model.
+      path: a directory of `write_directory`.
+      config: the model's config.
       to: the type to which matrices of blocks are rounded; None: all stay as in the file.
 
     Raises ValueError for a matrix of a block that does not fit `to`.

@@ -25,8 +25,8 @@ class FileTensor:
     Attributes:
       file: with the tensor.
       name: in the file.
-      shape: of its elements, rows first.
-      type_name: of its `gguf.GGMLQuantizationType`.
+      shape: numbers of elements, rows first.
+      type_name: name of its `gguf.GGMLQuantizationType`.
       offset, size: its bytes in the file.
     """
 
@@ -56,14 +56,14 @@ class Weight(NamedTuple):
     """A tensor of a file and its shape in Hugging Face format.
 
     Attributes:
-      shape: of the dequantized tensor.
+      shape: shape of the dequantized tensor.
       stored: as in the file.
-      heads: of a matrix whose rows llama.cpp permutes; 0: of another tensor.
+      heads: number of heads of a matrix whose rows llama.cpp permutes; 0 for other tensors.
       group: (groups, rows of q, k and v in a group) of rows that llama.cpp does not group; None: of
         another tensor.
       transposed: whether llama.cpp transposes it.
-      expert: of a tensor that has all experts, the index of the one; None: of another tensor.
-      kind: of a matrix that stays quantized, as [outputs, inputs]; None: of another tensor.
+      expert: index of the expert in a tensor that has all of them; None for other tensors.
+      kind: the form [outputs, inputs] of a matrix that stays quantized; None for other tensors.
       added: what llama.cpp adds to all values.
     """
 
@@ -128,9 +128,9 @@ class Experts(NamedTuple):
     """A tensor of Hugging Face format that has all experts (gpt-oss).
 
     Attributes:
-      shape: of the dequantized tensor, [experts, inputs, outputs] or [experts, outputs].
-      sources: of the file, [experts, outputs, inputs] or [experts, outputs]; the outputs of several
-        alternate in the tensor.
+      shape: shape of the dequantized tensor, [experts, inputs, outputs] or [experts, outputs].
+      sources: tensors of the file, [experts, outputs, inputs] or [experts, outputs]; the outputs of
+        several alternate in the tensor.
       is_mxfp4: whether it stays quantized.
     """
 

@@ -124,7 +124,7 @@ def measure(
 
     Args:
       shape: sizes of the call, T = N.
-      dtype: of queries and caches.
+      dtype: dtype of queries and caches.
       backends: names from BACKENDS; baselines are checked against the first.
       baseline_names: names from `baselines.BASELINES`.
       fill: fraction of the slots that is live.

@@ -54,8 +54,8 @@ class Case:
 
     Attributes:
       shape: sizes.
-      dtype: of queries and caches.
-      bits: of a quantized prefix; 0: not quantized.
+      dtype: dtype of queries and caches.
+      bits: bits of a quantized prefix; 0: not quantized.
     """
 
     shape: Shape
@@ -126,7 +126,7 @@ def errors(case: Case, backend: str, lengths: np.ndarray, seed: int = 0) -> dict
       case: the call.
       backend: a name from BACKENDS.
       lengths: int32 [B].
-      seed: of the inputs.
+      seed: seed of the inputs.
     """
     inputs = inputs_of(case, lengths, seed)
     call = jax.jit(functools.partial(tree_attention, return_lse=True, backend=backend))

@@ -77,7 +77,7 @@ def products(
       x: rows; read once for all matrices.
       matrices: all floating-point, or all quantized, that `is_supported` accepts.
       axes: the number of axes I.
-      dtype: of the results.
+      dtype: dtype of the results.
       expert: index along an axis of experts before O; None: the matrices have no experts.
     """
     if matrices[0].scale is None and expert is None:

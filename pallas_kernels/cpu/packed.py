@@ -29,9 +29,9 @@ class Format:
     """A type of GGUF tensors as it is packed; an element is (value - offset) * scale + minimum.
 
     Attributes:
-      name: of the type.
-      number: of the type in GGUF files.
-      bits: of a packed value.
+      name: name of the type.
+      number: number of the type in GGUF files.
+      bits: bits of a packed value.
       scaled: inputs with one scale.
       offset: that is subtracted from values.
       has_minima: whether groups have minima.
@@ -198,7 +198,7 @@ def products(
       x: rows [B..., I...] in a dtype of `FLOATS`; rounded once for all matrices.
       matrices: with as many inputs as I.
       axes: the number of axes I.
-      dtype: of the results [B..., O...], one of `FLOATS`.
+      dtype: dtype of the results [B..., O...], one of `FLOATS`.
     """
     rows = x.shape[: x.ndim - axes]
     results = [jax.ShapeDtypeStruct((*rows, *matrix.outputs), dtype) for matrix in matrices]

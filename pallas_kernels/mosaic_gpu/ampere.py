@@ -193,11 +193,11 @@ def _attend_blocks(
       queries: [ROWS, D].
       scratch: shared memory of keys, values and weights.
       entries: arrays of keys and values.
-      row: of the arrays.
+      row: row of the arrays.
       first: returns the first slot of block i.
       mask: returns scores of block i, MASKED where they are not seen.
       blocks: their number, 0 or more.
-      carry: of the blocks before.
+      carry: result of the blocks before.
     """
     k_s, v_s, p_s = scratch
     dtype = queries.dtype

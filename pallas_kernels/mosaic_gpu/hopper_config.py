@@ -85,7 +85,8 @@ def choose_config(
       rows: T * G, query rows of each KV head.
       slots: S, of the prefix.
       head_dim: D, the head size.
-      multiprocessors: of the device; each runs one block of the grid at a time.
+      multiprocessors: number of multiprocessors of the device; each runs one block of the grid at a
+        time.
       quantized: the kernel reads the prefix in 8 bits.
     """
     groups = (WARPGROUPS - 1) // column_groups(head_dim)
@@ -105,7 +106,7 @@ def choose_splits(blocks: int, slots: int, concurrent: int) -> int:
     """Returns the number of parts of the prefix that keeps a device's multiprocessors busy.
 
     Args:
-      blocks: of the grid, for each part.
+      blocks: blocks of the grid for each part.
       slots: S, of the prefix.
       concurrent: blocks of the grid that run at the same time.
     """

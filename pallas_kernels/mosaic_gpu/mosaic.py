@@ -36,7 +36,7 @@ class Kernel(NamedTuple):
 
     Attributes:
       devices: in words.
-      major: of the compute capability of the devices.
+      major: major number of the devices' compute capability.
       head_dims: sizes of heads.
     """
 
@@ -59,7 +59,7 @@ def unsupported_reason(
 
     Args:
       kernel: HOPPER or AMPERE.
-      dtype, head_dim: of the queries; None: not checked.
+      dtype, head_dim: dtype and head size of the queries; None: not checked.
       device: that runs the kernel; None: not checked.
     """
     if dtype is not None and jnp.dtype(dtype) not in DTYPES:

@@ -36,7 +36,7 @@ def make_part(splits: int, block: int, lengths: Any, new_tokens: int) -> Part:
     """Returns the keys of this block of the grid.
 
     Args:
-      splits: of the prefix.
+      splits: number of parts of the prefix.
       block: keys that are processed at once.
       lengths: live slots of each row; then the row of the prefix of the first row of queries.
       new_tokens: N.

@@ -24,7 +24,7 @@ def unsupported_reason(
     """Returns why the kernel does not support a call, or None if it does.
 
     Args:
-      dtype: of the queries; None: not checked.
+      dtype: dtype of the queries; None: not checked.
       device: that runs the kernel; None: not checked.
     """
     if dtype is not None and jnp.dtype(dtype) not in DTYPES:

@@ -19,7 +19,7 @@ class Config:
     """How the kernel divides its work.
 
     Attributes:
-      rows: of a KV head in a step.
+      rows: query rows of a KV head in a step.
       block: slots of the prefix in a step.
       new_block: new tokens in a step.
     """
@@ -34,7 +34,7 @@ class Config:
         Args:
           heads: K, on a device.
           head_dim: D.
-          itemsize: of queries and of the prefix.
+          itemsize: bytes per element of queries and of the prefix.
         """
         size, keys = round_up(head_dim, LANES), max(self.block, self.new_block)
         queries_and_results = 2 * 2 * size * itemsize + 2 * 4 * LANES
@@ -56,7 +56,7 @@ def choose_config(
       new: N, new tokens.
       slots: S, of the prefix.
       head_dim: D, the head size.
-      itemsize: of queries and of the prefix; the larger one.
+      itemsize: bytes per element of queries and of the prefix; the larger one.
     """
     slot_bytes = 2 * heads * round_up(head_dim, LANES) * itemsize
     fitting = [b for b in NEW_BLOCKS if b * slot_bytes <= NEW_BYTES]

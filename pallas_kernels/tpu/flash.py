@@ -87,7 +87,7 @@ def flash(
       lengths: tokens of each row; then the row of the prefix of the first row of q.
       k_new, v_new: new tokens; N is a multiple of config.new_block.
       bias: float32, added to the scores of new tokens: 0 or MASKED; X is B or 1.
-      seen_from: of a sliding window, the first position that each row of q sees, 0 or more.
+      seen_from: with a sliding window, the first position that each row of q sees, 0 or more.
       softcap: as for `tree_attention`.
       config: how to divide the work.
       interpret: parameters of Pallas's interpreter; False: compile.

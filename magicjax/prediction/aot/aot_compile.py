@@ -49,17 +49,17 @@ class AotWorkload:
     """A workload, in the terms of the command line.
 
     Attributes:
-      target, drafter, tree, dtype: as for `magicjax generate`; drafter "": plain decoding; tree
+      target, drafter, tree, dtype: options of `magicjax generate`; drafter "": plain decoding; tree
         "": the default.
-      offload: the target's blocks are in host memory, as for `magicjax.load`.
-      weights: the format of the target's matrices, as for `magicjax.load`; None: as stored.
+      offload: whether the target's blocks are in host memory.
+      weights: the format of the target's matrices, see `magicjax.load`; None: as stored.
       draft_shards: devices over which a draft model is sharded; None: all of `model`.
       batch: rows on all devices.
       context: tokens per row, including new ones.
       max_tokens: new tokens per row.
-      device: of `targets.GPUS` or `targets.TPUS`, or the path of a GPU's description.
+      device: a name in `targets.GPUS` or `targets.TPUS`, or the path of a GPU's description.
       data, model, stage: sizes of the mesh.
-      micro_batches: of a mesh with stages; None: the fastest number.
+      micro_batches: number of micro-batches on a mesh with stages; None: the fastest number.
       backend: attention backend; None: the default on the device.
     """
 
@@ -236,7 +236,7 @@ def report(
     Collectives within a stage and between stages are counted separately.
 
     Args:
-      program: of `PROGRAMS`.
+      program: one of `PROGRAMS`.
       request: with sharded shapes as arrays.
       sizes: its `cache_sizes`.
       folder: to which the compiler dumps kernels; existing files are ignored.

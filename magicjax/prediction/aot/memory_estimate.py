@@ -22,10 +22,10 @@ class MemoryEstimate:
     """Bytes of a workload on each device.
 
     Attributes:
-      request: of the workload; its arrays are shapes.
-      footprint: of weights and KV caches.
+      request: the workload's request; its arrays are shapes.
+      footprint: bytes of weights and KV caches.
       rest: prompts, outputs, counters, and other state of drafters.
-      host: of an offloaded target's blocks, in host memory.
+      host: bytes of an offloaded target's blocks, in host memory.
       prefill, init, decode: temporaries of the programs, a lower bound without XLA's copies. In
         `init` draft models read the prompts; one with a sparse cache fills a full one first.
       positions: the longest context that all models accept.
@@ -59,7 +59,7 @@ def count(load: AotWorkload) -> MemoryEstimate:
     """Returns the bytes of a workload.
 
     Raises:
-      ValueError: as for `abstract_request`.
+      ValueError: the workload is invalid, or its sizes do not divide over the mesh.
     """
     request = abstract_request(load, abstract_mesh(*load.mesh_size))
     counted, target = memory.count(request), request.target

@@ -26,8 +26,8 @@ class Tpu(NamedTuple):
     """A generation of TPUs.
 
     Attributes:
-      prefix: of libtpu's names of topologies.
-      shapes: of slices, by the number of JAX devices; a chip of tpu7x is two.
+      prefix: the first part of libtpu's topology names.
+      shapes: shapes of slices, by the number of JAX devices; a chip of tpu7x is two.
       memory: bytes of a JAX device.
     """
 

@@ -44,7 +44,7 @@ class Device:
       link: bytes/s to other devices, each way; None if unknown, which excludes `model` > 1.
       host_link: bytes/s from host memory; None if unknown, which excludes offloading.
       overlaps_fetch: whether computation overlaps with copies from the host; False for a CPU.
-      dtype: of `matrix_rate`, and of the models that can be predicted.
+      dtype: dtype of `matrix_rate`, and of the models that can be predicted.
       bandwidth_efficiency, matrix_efficiency, link_efficiency, host_link_efficiency: the shares
         that are reached, in (0, 1].
       collective_seconds: latency of an all-reduce.

@@ -69,7 +69,7 @@ class Steps:
 
         Args:
           predicted: (batch, slots, nodes) -> seconds by the roofline.
-          batch, slots, nodes: of the step.
+          batch, slots, nodes: B, S and N of the step.
         """
         ratios = np.array(
             [s / predicted(*point) for s, point in zip(self.seconds, self.grid, strict=True)]

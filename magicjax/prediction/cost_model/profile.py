@@ -57,7 +57,7 @@ def save_profile(path: str | os.PathLike, device: Device, measured: Any) -> None
     """Writes a profile.
 
     Args:
-      path: of the .json file.
+      path: path of the .json file.
       device: constants and timed steps.
       measured: how they were measured; for information.
     """

@@ -29,7 +29,7 @@ class Draft:
     """A draft model on a cache, or prompt lookup.
 
     Attributes:
-      sizes: of the model; None for prompt lookup, which takes no time.
+      sizes: the model's sizes; None for prompt lookup, which takes no time.
       budget: slots of its cache per layer and KV head; None for the whole context.
       bits: per element of the cache, 8 or 4; None for the model's dtype.
       page_size: slots of a page, if it reads `budget` slots of the target's cache, gathered by
@@ -132,8 +132,8 @@ def draft_step(
 
     Args:
       draft: prompt lookup takes no time.
-      machine: of the target. A draft model whose KV heads do not divide over it runs on fewer
-        devices of a group, replicated over the others.
+      machine: what runs the target. A draft model whose KV heads do not divide over it runs on
+        fewer devices of a group, replicated over the others.
       width: nodes of the level that have children.
     """
     if draft.sizes is None:
@@ -196,7 +196,7 @@ def _step(
 def sources(
     target: Sizes, draft: Draft, machine: Machine, batch: int, context: int, nodes: int, width: int
 ) -> dict[str, str]:
-    """Returns the sources of T_target, T_verify and T_draft; arguments as for `round_cost`.
+    """Returns the sources of T_target, T_verify and T_draft, given `round_cost`'s arguments.
 
     A source is "measured", "interpolated" or "extrapolated" if the profile of the device has timed
     the model, else "roofline". T_draft of a draft on pages, which no profile times, is extrapolated

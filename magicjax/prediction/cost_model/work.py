@@ -28,7 +28,7 @@ class Sizes:
     Attributes:
       name: for error messages.
       num_layers, hidden_size, num_heads, num_kv_heads, vocab_size: from its config.
-      head_dim: of the KV cache.
+      head_dim: head size of the KV cache.
       attention: elements of the q, k, v and out matrices of all layers.
       mlp: elements of the MLP matrices.
       unembedding: elements of the output matrix.
@@ -40,8 +40,9 @@ class Sizes:
       output_itemsize: bytes per element of the output matrix.
       streamed: whether the blocks are offloaded: every pass copies them from host memory.
       window, windowed_layers: the sliding window, and the number of layers that have it.
-      experts, experts_per_token: of a mixture, all of whose elements `mlp` counts; 0: no mixture.
-      kv_bits: of an element of the cache; None: `itemsize` counts.
+      experts, experts_per_token: numbers of experts of a mixture, all of whose elements `mlp`
+        counts; 0: no mixture.
+      kv_bits: bits per element of the cache; None: `itemsize` counts.
     """
 
     name: str
@@ -152,8 +153,8 @@ def sizes_of(
     """Returns the sizes of a model, from the shapes of its parameters.
 
     Args:
-      config, dtype, name, weights, kv_bits: of the model.
-      offload: as for `magicjax.load`.
+      config, dtype, name, weights, kv_bits: the model's.
+      offload: whether the blocks are in host memory.
     """
     module = models.build(config, dtype, weights)
     params = nn.meta.unbox(models.abstract_params(module))
@@ -207,7 +208,7 @@ class Work:
 
     Attributes:
       bytes: read from and written to device memory.
-      flops: of matrix products.
+      flops: floating-point operations of matrix products.
       messages: number of collectives.
       sent: bytes sent in collectives.
       fetched: bytes copied from host memory.
@@ -233,14 +234,15 @@ def pass_parts(
     """Returns the work of each part of a pass, on one device.
 
     Args:
-      sizes: of the model.
+      sizes: the model's sizes.
       machine: heads, MLP and vocabulary are divided over `machine.model` devices. A layer has two
         ring all-reduces of the hidden states: each device sends 2 (g - 1) / g times their bytes.
         Token selection over a divided vocabulary is one more collective, of a few bytes.
       batch: B; the largest group counts if rows do not divide evenly.
       nodes: n, the new tokens of a row.
       slots: cache slots that a new token attends to, on average.
-      slot_bytes: of keys and values of a slot in all layers; None for those of the model's cache.
+      slot_bytes: bytes of the keys and values of a slot in all layers; None for those of the
+        model's cache.
 
     Raises:
       ValueError: batch, nodes or slots that are too small, or KV heads that do not divide over

@@ -61,7 +61,7 @@ def make_draft(drafter: Drafter, target: cost_model.Sizes, dtype: Any) -> cost_m
     Args:
       drafter: one that runs the target, a small model, or prompt lookup.
       target: sizes of the target.
-      dtype: of a small model that is a skeleton.
+      dtype: dtype of a small model that is a skeleton.
 
     Raises:
       ValueError: the planner does not support the drafter, or the target lacks its layers.
@@ -129,7 +129,8 @@ def free_memory(target: Model, machine: cost_model.Machine, batch: int, context:
 
     Args:
       target: with or without weights.
-      machine, batch, context: as for `footprint_on`.
+      machine: divides rows and models.
+      batch, context: B, and the slots of each row's cache.
 
     Raises:
       ValueError: the target does not fit, or does not divide over the machine.
@@ -163,8 +164,8 @@ def make_candidate(
     """Returns the candidate of a drafter, for `planner.plan`.
 
     Args:
-      drafter, target, dtype: as for `make_draft`.
-      acceptance: [depths, ranks], as for `magicjax.optimal`. Prompt lookup uses the first rank
+      drafter, target, dtype: arguments of `make_draft`.
+      acceptance: [depths, ranks], see `magicjax.optimal`. Prompt lookup uses the first rank
         only: its trees branch at the root alone, and only chains are planned.
       memory: bytes of its weights and caches on each device.
     """

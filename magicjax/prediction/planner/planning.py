@@ -32,7 +32,7 @@ class Candidate:
     Attributes:
       name: its spec.
       draft: its cost.
-      acceptance: [depths, ranks], as for `magicjax.optimal`.
+      acceptance: [depths, ranks], see `magicjax.optimal`.
       deepest: maximum depth of a tree.
       memory: bytes of its weights and caches on each device.
     """
@@ -233,7 +233,7 @@ def inflection(
     Source: MagicDec (arXiv 2408.11049), section 3.
 
     Args:
-      target, candidate, machine: as for `plan`.
+      target, candidate, machine: what runs, and on which devices.
       depth: gamma of a chain.
       batches: the smaller and the larger batch.
       contexts: range of the search; None is returned if the context is outside.
