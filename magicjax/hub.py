@@ -116,18 +116,18 @@ def sha256(source: str, seconds: float) -> str | None:
     import huggingface_hub
 
     name, _, file = source.partition(":")
-    found: list[str] = []
+    shas: list[str] = []
 
     def ask() -> None:
         with contextlib.suppress(Exception):
             info = huggingface_hub.HfApi().model_info(name, files_metadata=True, timeout=seconds)
-            found.extend(x.lfs.sha256 for x in info.siblings or () if x.rfilename == file and x.lfs)
+            shas.extend(x.lfs.sha256 for x in info.siblings or () if x.rfilename == file and x.lfs)
 
     # The timeout of a request does not bound it: a connection tries several addresses.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(seconds)
-    return found[0] if found else None
+    return shas[0] if shas else None
 
 
 def _gguf_files(name: str, revision: str, source: str = "") -> tuple[list[str], bool]:
@@ -168,17 +168,17 @@ def _chosen(source: str, wanted: str, files: Sequence[str], is_cached: bool) -> 
 
     name = source.partition(":")[0]
     if wanted.lower().endswith(".gguf"):
-        found = [file for file in files if file == wanted]
+        ggufs = [file for file in files if file == wanted]
     else:
         part = re.compile(rf"(^|[-./]){re.escape(wanted)}[-./]", re.IGNORECASE)
-        found = [file for file in files if part.search(file) and "mmproj" not in file]  # of images
-    if found and all(GGUF_PART.search(file) for file in found):
+        ggufs = [file for file in files if part.search(file) and "mmproj" not in file]  # of images
+    if ggufs and all(GGUF_PART.search(file) for file in ggufs):
         raise ValueError(
-            f"{source} is in several parts, {found[0]} and others, and a single file is needed: "
+            f"{source} is in several parts, {ggufs[0]} and others, and a single file is needed: "
             "download them, run llama-gguf-split --merge, and pass the path of its output"
         )
-    if len(found) == 1:
-        return found[0]
+    if len(ggufs) == 1:
+        return ggufs[0]
     where = ""
     if is_cached:
         where = f" in the cache of huggingface_hub, and {constants.ENDPOINT} cannot be reached"
@@ -186,7 +186,7 @@ def _chosen(source: str, wanted: str, files: Sequence[str], is_cached: bool) -> 
         raise ValueError(
             f"{name} has no GGUF file{where}: pass {name} for its safetensors, or another model"
         )
-    problem = f"{len(found)} GGUF files" if found else "no GGUF file"
+    problem = f"{len(ggufs)} GGUF files" if ggufs else "no GGUF file"
     raise ValueError(
         f"{name} has {problem} of {wanted}{where}: pass {name}:FILE, where FILE is {_one_of(files)}"
     )

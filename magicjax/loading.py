@@ -396,8 +396,8 @@ def with_weights(tree: Any, mesh: AnyMesh | None = None, stages: int | None = No
     def loaded(model: Any) -> Any:
         if not isinstance(model, Model) or model.load is None or model.params is not None:
             return model
-        found = model.load(mesh=mesh, stages=stages)
+        with_params = model.load(mesh=mesh, stages=stages)
         backend = getattr(model.module, "backend", None)
-        return dataclasses.replace(found.with_backend(backend), tokenizer=model.tokenizer)
+        return dataclasses.replace(with_params.with_backend(backend), tokenizer=model.tokenizer)
 
     return jax.tree.map(loaded, tree, is_leaf=lambda x: isinstance(x, Model))

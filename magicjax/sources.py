@@ -82,10 +82,10 @@ class Source:
         tokens are not the model's, it raises ValueError.
         """
         source = self if self.tokenizer_text is None else Source(self.tokenizer_text)
-        found = None if source.directory is None else models.load_tokenizer(source.directory)
-        if found is None:
+        tokenizer = None if source.directory is None else models.load_tokenizer(source.directory)
+        if tokenizer is None:
             return None
-        vocabulary, size = found.get_vocab(), self.config.vocab_size
+        vocabulary, size = tokenizer.get_vocab(), self.config.vocab_size
         beyond = sorted((i, token) for token, i in vocabulary.items() if i >= size)
         if len(beyond) * 10 > len(vocabulary):
             raise ValueError(
@@ -93,7 +93,7 @@ class Source:
                 f"as {beyond[0][1]!r} (id {beyond[0][0]}), are outside the model's vocabulary of "
                 f"{size} tokens: use the model's own tokenizer"
             )
-        return found
+        return tokenizer
 
     @functools.cached_property
     def stored_dtype(self) -> Any:

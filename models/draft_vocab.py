@@ -77,6 +77,6 @@ def _blocks(c: DecoderConfig, size: int, eos_token_ids: Sequence[int]) -> Int[np
 
 def _map(vocab_size: int, tokens: Int[np.ndarray, "R"]) -> Int[np.ndarray, "V"]:
     """Returns the row of each token, the last one for tokens without a row."""
-    found = np.full(vocab_size, len(tokens) - 1, np.int32)
-    found[tokens[:-1]] = np.arange(len(tokens) - 1)
-    return found
+    index_of = np.full(vocab_size, len(tokens) - 1, np.int32)
+    index_of[tokens[:-1]] = np.arange(len(tokens) - 1)
+    return index_of

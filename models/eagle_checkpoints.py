@@ -77,11 +77,11 @@ def read_config(
     own = _own_settings(raw)
     own = _own_settings(own.get("eagle_config", {})) | own
     layer = own.get("transformer_layer_config", raw)
-    found = {"num_hidden_layers": layer.get("num_hidden_layers")} | own
+    entries = {"num_hidden_layers": layer.get("num_hidden_layers")} | own
     for key, value in {"num_hidden_layers": 1, **_FIXED}.items():
-        if found.get(key) not in (None, value):
+        if entries.get(key) not in (None, value):
             raise ValueError(
-                f"{key}={json.dumps(found[key])} of an EAGLE-3 head is not supported: use a head "
+                f"{key}={json.dumps(entries[key])} of an EAGLE-3 head is not supported: use a head "
                 f"with {key}={json.dumps(value)}"
             )
     llama = {

@@ -494,8 +494,10 @@ def _read_two_ropes(reader: _ConfigReader, settings: Settings) -> Settings:
         ropes = _read_rope(reader, settings)["positions"], Rope(theta=local_theta)
     else:
         ropes = _nested_ropes(reader, settings, nested, local_theta)
-    found = {"positions": ropes[0]}
-    return found if settings["sliding_window"] is None else found | {"window_positions": ropes[1]}
+    positions = {"positions": ropes[0]}
+    if settings["sliding_window"] is not None:
+        positions["window_positions"] = ropes[1]
+    return positions
 
 
 def _nested_ropes(

@@ -71,10 +71,10 @@ def read_params(
     flat = dict[tuple[str, ...], jax.Array]()
 
     def put(read_in_a_thread: concurrent.futures.Future) -> None:
-        for found in read_in_a_thread.result():
-            for path, values in found.items():
+        for arrays in read_in_a_thread.result():
+            for path, values in arrays.items():
                 is_integer = values.dtype in (np.int32, np.uint8)  # of a map, or packed
-                dtype = values.dtype if is_integer or len(found) > 1 else module.dtype
+                dtype = values.dtype if is_integer or len(arrays) > 1 else module.dtype
                 flat[path] = _put(values, dtype, sharding_of and sharding_of(boxes[path].names))
 
     wanted = (
@@ -103,22 +103,22 @@ def read_block(stored: list[Found], read: Read, index: int) -> dict[str, Any]:
     flat = dict[tuple[str, ...], np.ndarray]()
     for tensors in _by_parameter(stored):
         if tensors[0][0].path[0] == f"{BLOCK}{index}":
-            found = _read_parameter(tensors, read)
-            flat |= {path[1:]: values for path, values in found.items()}
+            values_by_path = _read_parameter(tensors, read)
+            flat |= {path[1:]: values for path, values in values_by_path.items()}
     return flax.traverse_util.unflatten_dict(flat)
 
 
 def _by_parameter(stored: list[Found]) -> Iterator[list[Found]]:
     """Yields the tensors of each parameter, one unless each expert has its own."""
-    for _, found in itertools.groupby(stored, lambda found: found[0].path):
-        yield list(found)
+    for _, group in itertools.groupby(stored, lambda group: group[0].path):
+        yield list(group)
 
 
 def _read_parameter(tensors: list[Found], read: Read) -> dict[tuple[str, ...], np.ndarray]:
     """Returns the parameters of the tensors of `_by_parameter`, as `parameter_reader` does."""
     if tensors[0][0].expert is None:
         return read(*tensors[0])
-    parts = [read(*found) for found in tensors]
+    parts = [read(*pair) for pair in tensors]
     # Scales and zero points have their groups first.
     return {
         path: np.stack([part[path] for part in parts], int(path[-1] in ("scale", "zero")))
@@ -170,21 +170,21 @@ def parameter_reader(
         form = module.weights.of(tensor.matrix) if tensor.matrix else None
         if isinstance(form, str) and (path / GGUF_INDEX).is_file():
             return {tensor.path: packed_matrix(tensor, form)}
-        found = None
+        arrays = None
         if isinstance(where, Stored):
             values = tensor.to_parameter(mapped(where.file)[where.name], whole)
         else:
             matrix = unpacked(tensor, where)
             if isinstance(form, WeightFormat) and holds(form, matrix):
-                found = parameters(matrix, form, shape, inputs)
+                arrays = parameters(matrix, form, shape, inputs)
             else:
                 values = matrix.dequantized().reshape(shape)
         if isinstance(form, str):
             rows = values.reshape(-1, math.prod(shape[len(shape) - inputs :]))
-            found = {tensor.path[-1]: pack(rows.astype(np.float32), "F32", to=form)}
-        elif found is None:
-            found = quantize(values, form, inputs) if form else {tensor.path[-1]: values}
-        return {(*tensor.path[:-1], name): values for name, values in found.items()}
+            arrays = {tensor.path[-1]: pack(rows.astype(np.float32), "F32", to=form)}
+        elif arrays is None:
+            arrays = quantize(values, form, inputs) if form else {tensor.path[-1]: values}
+        return {(*tensor.path[:-1], name): values for name, values in arrays.items()}
 
     return read
 

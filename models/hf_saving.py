@@ -129,7 +129,7 @@ def _named_params(module: nn.Module, params: Any) -> list[tuple[Tensor, dict[str
     ]
     if problems:
         raise ValueError("the parameters are not the module's:\n  " + "\n  ".join(problems))
-    found = []
+    pairs = []
     for tensor in tensors_of(module.config):
         *parents, last = tensor.path
         names = (last, "scale", "zero") if last == "weight" else (last,)
@@ -138,8 +138,8 @@ def _named_params(module: nn.Module, params: Any) -> list[tuple[Tensor, dict[str
         if tensor.expert is not None:  # scales and zero points have their groups first
             at = {n: (slice(None),) * (n in ("scale", "zero")) for n in values}
             values = {n: x[(*at[n], tensor.expert)] for n, x in values.items()}
-        found.append((tensor, values))
-    return found
+        pairs.append((tensor, values))
+    return pairs
 
 
 def _write_tensors(
@@ -149,12 +149,12 @@ def _write_tensors(
     max_shard_bytes: int,
 ) -> None:
     stored: dict[str, list[tuple[Tensor, dict[str, Any]]]] = {}  # a tensor may have several
-    for tensor, found in values:
-        stored.setdefault(tensor.name, []).append((tensor, found))
+    for tensor, arrays_of in values:
+        stored.setdefault(tensor.name, []).append((tensor, arrays_of))
     shards: list[list[str]] = [[]]
     size = total = 0
     for name, parts in stored.items():
-        nbytes = sum(value.nbytes for _, found in parts for value in found.values())
+        nbytes = sum(value.nbytes for _, arrays_of in parts for value in arrays_of.values())
         if shards[-1] and size + nbytes > max_shard_bytes:
             shards.append([])
             size = 0
@@ -165,8 +165,8 @@ def _write_tensors(
         file = f"model-{i:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else SINGLE
         arrays: dict[str, np.ndarray] = {}
         for name in shard:
-            tensors, found = zip(*stored[name], strict=True)
-            arrays |= _stored(tensors, jax.device_get(found), formats)
+            tensors, parameters = zip(*stored[name], strict=True)
+            arrays |= _stored(tensors, jax.device_get(parameters), formats)
         # Hugging Face requires the framework's name in the metadata.
         safetensors.numpy.save_file(arrays, path / file, metadata={"format": "pt"})
         where |= dict.fromkeys(arrays, file)
@@ -176,12 +176,12 @@ def _write_tensors(
 
 
 def _stored(
-    tensors: Sequence[Tensor], found: Sequence[dict[str, Any]], formats: MatrixFormats
+    tensors: Sequence[Tensor], values: Sequence[dict[str, Any]], formats: MatrixFormats
 ) -> dict[str, np.ndarray]:
     """Returns the arrays, by name, of a tensor with the parameters of `tensors`."""
     first = tensors[0]
-    if len(found[0]) == 1:
-        parameters = [np.asarray(x[tensor.path[-1]]) for tensor, x in zip(tensors, found)]
+    if len(values[0]) == 1:
+        parameters = [np.asarray(x[tensor.path[-1]]) for tensor, x in zip(tensors, values)]
         return to_stored(tensors, parameters)
     form = formats.of(str(first.matrix))
     assert isinstance(form, WeightFormat)
@@ -190,7 +190,7 @@ def _stored(
             f"{first.name} has the matrices of all experts, which compressed-tensors cannot store "
             "quantized: load it with weights='none' to save it"
         )
-    matrices = [_matrix_of(x, form) for x in found]
+    matrices = [_matrix_of(x, form) for x in values]
     try:
         parts = _written_parts(_fused(first, matrices))
     except ValueError as error:
@@ -212,17 +212,17 @@ def _fused(tensor: Tensor, matrices: Sequence[Matrix]) -> Matrix:
     return Matrix(joined(values), joined(scales), zero, matrices[0].bits)
 
 
-def _matrix_of(found: Mapping[str, Any], form: WeightFormat) -> Matrix:
+def _matrix_of(parameters: Mapping[str, Any], form: WeightFormat) -> Matrix:
     """Returns the matrix of the parameters of a quantized projection.
 
     Args:
-      found: weight, scale and perhaps zero, on the host.
+      parameters: weight, scale and perhaps zero, on the host.
       form: the matrix's format.
     """
-    scale = np.asarray(found["scale"])
+    scale = np.asarray(parameters["scale"])
     outputs = math.prod(scale.shape[1:])
-    values = np.asarray(found["weight"]).reshape(outputs, -1)
-    zeros = np.asarray(found["zero"]).reshape(-1, outputs).T if form.zeros else None
+    values = np.asarray(parameters["weight"]).reshape(outputs, -1)
+    zeros = np.asarray(parameters["zero"]).reshape(-1, outputs).T if form.zeros else None
     stored = values if form.is_float else values.astype(np.int8)
     return Matrix(stored, scale.reshape(-1, outputs).T, zeros, form.bits)
 

@@ -62,11 +62,11 @@ def mismatch(files: str, config: str, problems: Sequence[str], hint: str = "") -
     """
     lines, rest = list[str](), list(problems)
     for kind in ("missing", "unexpected", ""):
-        found = [problem for problem in rest if problem.startswith(kind)]
+        of_kind = [problem for problem in rest if problem.startswith(kind)]
         rest = [problem for problem in rest if not problem.startswith(kind)]
-        lines += found[:SHOWN]
-        if len(found) > SHOWN:
-            lines.append(f"and {len(found) - SHOWN:,} more {kind or 'problems'}")
+        lines += of_kind[:SHOWN]
+        if len(of_kind) > SHOWN:
+            lines.append(f"and {len(of_kind) - SHOWN:,} more {kind or 'problems'}")
     count = f"{len(problems):,} problem{'s' if len(problems) > 1 else ''}"
     return ValueError("\n  ".join([f"the {files} do not match {config} ({count}){hint}:", *lines]))
 

@@ -72,8 +72,8 @@ def _read(path: pathlib.Path) -> Any:
         **{key: settings[key] for key in PASSED if settings.get(key) is not None},
     )
     tokenizer, listed = make(), _added_tokens(path, settings)
-    found = tokenizer.added_tokens_decoder
-    if any(str(found.get(i)) != str(token) for i, token in listed.items()):
+    added = tokenizer.added_tokens_decoder
+    if any(str(added.get(i)) != str(token) for i, token in listed.items()):
         tokenizer = make(added_tokens_decoder=_missing(path, listed))
     if not tokenizer.num_special_tokens_to_add():  # else tokenizer.json says which are added
         for key in ("add_bos_token", "add_eos_token"):
@@ -151,5 +151,5 @@ def _chat_template(path: pathlib.Path, settings: dict[str, Any]) -> Any:
     """
     named = (path / "additional_chat_templates").glob("*.jinja")
     files = {"default": path / "chat_template.jinja"} | {file.stem: file for file in named}
-    found = {name: file.read_text("utf-8") for name, file in files.items() if file.is_file()}
-    return found["default"] if {*found} == {"default"} else found or settings.get("chat_template")
+    texts = {name: file.read_text("utf-8") for name, file in files.items() if file.is_file()}
+    return texts["default"] if {*texts} == {"default"} else texts or settings.get("chat_template")

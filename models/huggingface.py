@@ -350,27 +350,27 @@ def sampling_defaults(path: pathlib.Path) -> dict[str, Any]:
         return {}
     if sample:
         generation = {"temperature": 1.0} | {k: x for k, x in generation.items() if x is not None}
-    found = {key: generation.get(key) for key in SAMPLING_KEYS}
-    found = {key: x for key, x in found.items() if x is not None and x != SAMPLING_KEYS[key]}
+    settings = {key: generation.get(key) for key in SAMPLING_KEYS}
+    settings = {key: x for key, x in settings.items() if x is not None and x != SAMPLING_KEYS[key]}
     for key, kind in SAMPLING_TYPES.items():
-        if key in found:
-            check_type(key, found[key], kind, GENERATION)
-    return found
+        if key in settings:
+            check_type(key, settings[key], kind, GENERATION)
+    return settings
 
 
 def weight_map(path: pathlib.Path) -> dict[str, str]:
     """Returns the name of each tensor's file as the index has it; {} without an index."""
     if not (path / INDEX).is_file():
         return {}
-    found = _read_json(path / INDEX).get("weight_map")
-    if not found or not isinstance(found, dict):
+    files = _read_json(path / INDEX).get("weight_map")
+    if not files or not isinstance(files, dict):
         raise ValueError(f"{path / INDEX} has no weight_map: download it again")
-    for name, file in found.items():
+    for name, file in files.items():
         if not isinstance(file, str):
             raise ValueError(
                 f"{path / INDEX} has {json.dumps(file)} as the file of {name}: download it again"
             )
-    return found
+    return files
 
 
 def _weight_files(path: pathlib.Path) -> list[pathlib.Path]:
@@ -474,20 +474,20 @@ def _formats(
       weights: as `parse_weights` returns it.
       alike: whether all layers have the same formats, which hold those of the files exactly.
     """
-    shapes, found = parameter_shapes(config), dict[str, list[tuple[WeightFormat | None, int]]]()
+    shapes, forms_of = parameter_shapes(config), dict[str, list[tuple[WeightFormat | None, int]]]()
     for tensor, where in stored:
         if tensor.is_block_matrix:
             shape, form = tensor.matrix_shape(shapes[tensor.path].value.shape), None
             if not isinstance(where, Stored):
                 with named(tensor):
                     form = matrix_format(quantization, where, shape)
-            found.setdefault(str(tensor.matrix), []).append((form, shape[1]))
-    if weights == NONE or not any(form for forms in found.values() for form, _ in forms):
+            forms_of.setdefault(str(tensor.matrix), []).append((form, shape[1]))
+    if weights == NONE or not any(form for forms in forms_of.values() for form, _ in forms):
         return blocks_in(config, rounded_format(weights))
     texts, in_blocks = list[tuple[str, str]](), dict[str, Any]()
-    for path, forms in found.items():
+    for path, forms in forms_of.items():
         in_blocks.setdefault(path.partition("/")[2], []).extend(forms)
-    for path, forms in found.items():
+    for path, forms in forms_of.items():
         name = path.partition("/")[2]
         if alike:
             form = chosen_format(name, in_blocks[name], weights)
@@ -538,8 +538,8 @@ def _match(
             problems.append(f"{where.name} has dtype {where.dtype}, supported: {names}")
     if problems:
         raise mismatch("weights", "config.json", problems, _prefix_hint(problems))
-    found: dict[str, Any] = {**stored, **matrices}
-    return [(tensor, found[tensor.name]) for tensor in tensors_of(config)]
+    sources: dict[str, Any] = {**stored, **matrices}
+    return [(tensor, sources[tensor.name]) for tensor in tensors_of(config)]
 
 
 def _prefix_hint(problems: list[str]) -> str:

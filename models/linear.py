@@ -51,14 +51,14 @@ def products(
     """
     dtype = x.dtype if dtype is None else dtype
     kinds = [_kind(matrix) for matrix in matrices]
-    found = dict[Any, Iterator[Array]]()
+    products_of = dict[Any, Iterator[Array]]()
     for kind in dict.fromkeys(kinds):  # a call for each
         some: list[Any] = [matrix for matrix, own in zip(matrices, kinds) if own == kind]
         if kind is None:
-            found[kind] = iter(_packed_products(x, some, inputs, backend, dtype))
+            products_of[kind] = iter(_packed_products(x, some, inputs, backend, dtype))
         else:
-            found[kind] = iter(_products(x, some, inputs, backend, dtype, expert))
-    return [next(found[kind]) for kind in kinds]
+            products_of[kind] = iter(_products(x, some, inputs, backend, dtype, expert))
+    return [next(products_of[kind]) for kind in kinds]
 
 
 def _kind(matrix: Matrix | Packed) -> Any:
@@ -100,13 +100,13 @@ def _packed_products(
 ) -> list[Array]:
     """Returns `products` of packed matrices."""
 
-    def by_xla(x, found):
+    def by_xla(x, operands):
         shape = x.shape[x.ndim - inputs :]
-        dense = (packed.dequantize(matrix).reshape(*matrix.outputs, *shape) for matrix in found)
+        dense = (packed.dequantize(matrix).reshape(*matrix.outputs, *shape) for matrix in operands)
         return [_floating_product(x, w.astype(x.dtype), inputs, dtype) for w in dense]
 
-    def by_kernel(x, found):
-        return packed.products(x, found, inputs, dtype)
+    def by_kernel(x, operands):
+        return packed.products(x, operands, inputs, dtype)
 
     if backend not in (None, "cpu") or not build.is_default():
         return by_xla(x, matrices)
@@ -123,8 +123,8 @@ def packed_rows(matrix: Packed, numbers: Int[Array, "*B"], backend: str | None) 
     """
 
     def by_xla(matrix, numbers):
-        found = jnp.take(packed.dequantize(matrix), numbers, axis=0, mode="fill", fill_value=0)
-        return jnp.where(numbers[..., None] < 0, 0, found)
+        rows = jnp.take(packed.dequantize(matrix), numbers, axis=0, mode="fill", fill_value=0)
+        return jnp.where(numbers[..., None] < 0, 0, rows)
 
     if backend not in (None, "cpu") or not build.is_default():
         return by_xla(matrix, numbers)

@@ -346,15 +346,15 @@ def quantize_params(
       formats: formats of the matrices, by their path in `params`; packed ones are kept.
       quantize: quantizes a matrix; by default on the host.
     """
-    found = dict(params)
+    quantized = dict(params)
     for name, x in params.items():
         form = formats.of(name)
         if isinstance(form, WeightFormat) and "scale" not in x:
             inputs = x["weight"].ndim - (len(shapes[name]["scale"].shape) - 1)
-            found[name] = x | quantize(x["weight"], form, inputs)
+            quantized[name] = x | quantize(x["weight"], form, inputs)
         elif isinstance(x, dict) and form is None:
-            found[name] = quantize_params(x, shapes[name], formats.within(name), quantize)
-    return found
+            quantized[name] = quantize_params(x, shapes[name], formats.within(name), quantize)
+    return quantized
 
 
 def dequantize_params(params: Any, dtype: Any) -> Any:

@@ -66,16 +66,16 @@ class Matrix(NamedTuple):
     def dequantized(self) -> np.ndarray:
         """Returns [O, I] in float32."""
         exact = np.float32 if self.zeros is None else np.promote_types(self.zeros.dtype, np.float32)
-        found = np.empty(self.values.shape, np.float32)
+        dense = np.empty(self.values.shape, np.float32)
         step = max(1, IN_CACHE // self.values.shape[1])
-        for rows in (slice(first, first + step) for first in range(0, len(found), step)):
+        for rows in (slice(first, first + step) for first in range(0, len(dense), step)):
             scales = self.scales[rows].astype(np.float32)
             wide = self.values[rows].astype(exact).reshape(*scales.shape, -1)
             if self.zeros is not None:
                 wide -= self.zeros[rows, :, None]
             wide *= scales[..., None]
-            found[rows] = wide.reshape(found[rows].shape)
-        return found
+            dense[rows] = wide.reshape(dense[rows].shape)
+        return dense
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,23 +285,24 @@ def _check_group(size: int, groups: int, inputs: int) -> None:
 
 def chosen_format(
     name: str,
-    found: Sequence[tuple[WeightFormat | None, int]],
+    formats: Sequence[tuple[WeightFormat | None, int]],
     weights: WeightFormat | str | None,
 ) -> WeightFormat | None:
     """Returns the format of a matrix in a module, None if it is floating-point.
 
     Args:
       name: name of the matrix.
-      found: the format, None if it is floating-point, and the inputs of the matrix in the files, or
-        of several that have one format in the module: those of experts, or of layers.
+      formats: (format, number of inputs) of the matrix in the files; a format of None is
+        floating-point. Several for matrices that have one format in the module: those of experts,
+        or of layers.
       weights: as `parse_weights` returns it, not `NONE`.
 
     Raises ValueError for matrices that no format holds, and if the matrix cannot be `weights`.
     """
-    forms = [(form, inputs) for form, inputs in found if form is not None]
+    forms = [(form, inputs) for form, inputs in formats if form is not None]
     if not forms:
         return weights if isinstance(weights, WeightFormat) and weights.is_rounding else None
-    own, in_part = _common_format(forms), len(forms) < len(found)
+    own, in_part = _common_format(forms), len(forms) < len(formats)
     if weights is None:
         if own is not None and not in_part:
             return own
@@ -319,17 +320,17 @@ def chosen_format(
     return exact
 
 
-def _common_format(found: Iterable[tuple[WeightFormat, int]]) -> WeightFormat | None:
+def _common_format(formats: Iterable[tuple[WeightFormat, int]]) -> WeightFormat | None:
     """Returns the format that holds matrices of several formats and inputs exactly.
 
     Returns None for a mixture of integers and float8.
     """
-    forms = {form for form, _ in found}
+    forms = {form for form, _ in formats}
     if len(kinds := {form.is_float for form in forms}) > 1:
         return None
     group = None
     if any(form.group is not None for form in forms):
-        group = math.gcd(*(form.group or inputs for form, inputs in found))
+        group = math.gcd(*(form.group or inputs for form, inputs in formats))
     zeros = any(form.zeros for form in forms)
     return WeightFormat(max(form.bits for form in forms), group, zeros, kinds.pop())
 

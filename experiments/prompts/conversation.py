@@ -68,8 +68,8 @@ def around_messages(tokenizer: Any, template: bool | None, count: int) -> Sequen
     )
     texts = []
     for mark in marks:
-        text, found, rest = rest.partition(mark)
-        if not found:
+        text, separator, rest = rest.partition(mark)
+        if not separator:
             raise ValueError(
                 "the tokenizer's chat template does not contain every message once, in order: set "
                 "chat_template=no"

@@ -44,8 +44,8 @@ def score(prompt: Prompt, text: str) -> float:
     if not prompt.answer:
         return math.nan
     if prompt.final:
-        found = re.findall(prompt.final, text.replace(",", ""))
-        return float(bool(found) and found[-1] in prompt.answer)
+        answers = re.findall(prompt.final, text.replace(",", ""))
+        return float(bool(answers) and answers[-1] in prompt.answer)
     matches = [answer.casefold() in text.casefold() for answer in prompt.answer]
     return float(any(matches)) if prompt.alternatives else sum(matches) / len(matches)
 

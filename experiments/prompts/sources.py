@@ -38,7 +38,7 @@ def files(kind: str, path: str) -> list[pathlib.Path]:
     root, suffixes = pathlib.Path(path), SUFFIXES.get(kind, ())
     expected = " or ".join(suffixes) or "visible"
     if root.is_dir() and kind != QA:
-        found = [
+        paths = [
             file
             for file in sorted(root.rglob("*"))
             if file.is_file()
@@ -46,9 +46,9 @@ def files(kind: str, path: str) -> list[pathlib.Path]:
             and (not suffixes or file.suffix in suffixes)
             and not (kind == LONGBENCH and _is_copy(file))
         ]
-        if not found:
+        if not paths:
             raise ValueError(f"{path} contains no {expected} file, which {kind} needs")
-        return found
+        return paths
     if not root.is_file():
         problem = "is a folder" if root.is_dir() else "does not exist"
         raise ValueError(
@@ -61,10 +61,10 @@ def files(kind: str, path: str) -> list[pathlib.Path]:
 
 def check(kind: str, path: str) -> None:
     """Raises ValueError if all files are empty, or the first one has another format."""
-    found = files(kind, path)
-    if not any(file.stat().st_size for file in found):
+    paths = files(kind, path)
+    if not any(file.stat().st_size for file in paths):
         raise ValueError(f"{path} is empty: {kind} needs text")
-    first = found[0]
+    first = paths[0]
     if first.suffix == ".jsonl":
         for number, line in lines(first):
             record = parse(first, number, line)
@@ -85,12 +85,12 @@ def fingerprint(kind: str, path: str) -> str:
     Raises:
       ValueError: as `files`, or a file cannot be read.
     """
-    found = files(kind, path)
+    paths = files(kind, path)
     if kind == LONGBENCH:
-        folders = dict.fromkeys(file.parent for file in found)
-        found += [f / TEMPLATES for f in folders if (f / TEMPLATES).is_file()]
+        folders = dict.fromkeys(file.parent for file in paths)
+        paths += [f / TEMPLATES for f in folders if (f / TEMPLATES).is_file()]
     try:
-        return hash_files(found)
+        return hash_files(paths)
     except OSError as error:
         raise ValueError(f"{error.filename}: {error.strerror}") from error
 
@@ -145,12 +145,12 @@ def records(file: pathlib.Path) -> Iterator[tuple[int, dict[str, Any]]]:
         yield from ((number, parse(file, number, line)) for number, line in lines(file))
         return
     try:
-        found = json.loads(read(file))
+        items = json.loads(read(file))
     except json.JSONDecodeError as error:
         raise ValueError(f"{file}:{error.lineno}: invalid JSON ({error.msg})") from error
-    if not isinstance(found, list) or not all(isinstance(record, dict) for record in found):
+    if not isinstance(items, list) or not all(isinstance(record, dict) for record in items):
         raise ValueError(f"{file} is not a JSON list of objects")
-    yield from enumerate(found, 1)
+    yield from enumerate(items, 1)
 
 
 def read(file: pathlib.Path, limit: int = -1) -> str:

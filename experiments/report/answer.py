@@ -75,18 +75,18 @@ def _interval(cell: CellResult) -> Row:
     if timed:
         seconds, plain_seconds = cell.seconds()
         runs, batches = seconds.shape
-        found = speedup_interval(seconds, plain_seconds)
+        interval = speedup_interval(seconds, plain_seconds)
     else:
         requests = cell.requests()
         rounds = np.array([request["rounds"] for request in requests], float)
         runs, batches = 1, len(rounds)
-        found = tau_interval(rounds, np.array([request["tau"] for request in requests]))
-    low, high = found or (None, None)
+        interval = tau_interval(rounds, np.array([request["tau"] for request in requests]))
+    low, high = interval or (None, None)
     size = cell.row.get("requests") or cell.row["batch"]
     evidence = f"{runs} run{'s' * (runs > 1)} of {size} request{'s' * (size > 1)}"
     if timed and cell.row["batch"] > 1 and not cell.row.get("slots"):
         evidence += f" in {batches} batch{'es' * (batches > 1)}"
-    if found is None:
+    if interval is None:
         evidence += ": no interval"
     elif runs * batches < FEW:
         evidence += ": few"
@@ -152,8 +152,8 @@ def sentences(rows: Rows) -> list[str]:
     Args:
       rows: with intervals.
     """
-    found = answers(rows)
-    timed = [one for one in found if one.timed]
+    results = answers(rows)
+    timed = [one for one in results if one.timed]
     faster = [
         (one, one.best) for one in timed if one.best and not one.unclear and not one.plain_wins
     ]
@@ -180,8 +180,8 @@ def sentences(rows: Rows) -> list[str]:
                 f"Plain decoding of the same prompts ran at {slow:,.0f} to {fast:,.0f} tokens/s "
                 f"({_groups([one])}): other work disturbed the machine, so measure again."
             )
-    if untimed := sum(one.best is not None and not one.timed for one in found):
-        lines.append(f"Without times, methods are compared by τ ({untimed} of {len(found)}).")
+    if untimed := sum(one.best is not None and not one.timed for one in results):
+        lines.append(f"Without times, methods are compared by τ ({untimed} of {len(results)}).")
     return lines
 
 
@@ -201,9 +201,9 @@ def _equal_texts(rows: Rows) -> list[str]:
     return [f"{texts - equal} of {texts} texts are NOT equal to plain decoding's."]
 
 
-def _groups(found: Iterable[Answer]) -> str:
+def _groups(results: Iterable[Answer]) -> str:
     """Returns the names of groups."""
-    return "; ".join(labels.describe(one.group) for one in found)
+    return "; ".join(labels.describe(one.group) for one in results)
 
 
 def ranking(rows: Rows, column: str) -> list[Row]:

@@ -34,14 +34,14 @@ def charts(rows: Rows) -> dict[str, Chart]:
     """Returns the charts that rows with intervals suffice for, by name."""
     rows = [row for group in labels.grouped(rows) for row in group if row["status"] == "ok"]
     timed = [row for row in rows if row["draft"] != "none" and row["speedup"]]
-    found = {}
+    by_name = {}
     if timed:
-        found["speedup"] = speedups(timed)
+        by_name["speedup"] = speedups(timed)
     if looped := [row for row in timed if not row["slots"]]:
-        found["rounds"] = rounds(looped)
+        by_name["rounds"] = rounds(looped)
     if traced := [row for row in rows if row["score_s"]]:
-        found["phases"] = phases(traced)
-    return found
+        by_name["phases"] = phases(traced)
+    return by_name
 
 
 def speedups(rows: Rows) -> Chart:
@@ -152,5 +152,5 @@ def _in_panels(
     """Returns a panel for each value of `panel`, with some scales of its own."""
     order = list(dict.fromkeys(row["panel"] for row in shown))
     facet = alt.Facet("panel:N", sort=order, title=None, header=alt.Header(labelLimit=0))
-    found = chart.facet(facet=facet, columns=columns, data=alt.Data(values=list(shown)))
-    return found.resolve_scale(**dict.fromkeys(independent, "independent")).properties(title=title)
+    facets = chart.facet(facet=facet, columns=columns, data=alt.Data(values=list(shown)))
+    return facets.resolve_scale(**dict.fromkeys(independent, "independent")).properties(title=title)

@@ -27,7 +27,7 @@ def varying(rows: Rows) -> list[str]:
     values = {name: {row.get(name) for row in rows} for name in OTHERS}
     for name in SAMPLED:
         values[name] -= {None}  # in greedy cells
-    names = [name for name, found in values.items() if len(found) > 1]
+    names = [name for name, distinct in values.items() if len(distinct) > 1]
     # By default, the kind of prompts determines the number of candidates.
     pairs = {(row.get("prompts"), row.get("candidates")) for row in rows}
     determined = len(pairs) == len({prompts for prompts, _ in pairs})

@@ -106,9 +106,9 @@ def _page(results: Results, rows: Rows, to_do: int = 0) -> str:
     )
 
 
-def _charts(found: Mapping[str, charts.Chart]) -> str:
+def _charts(by_name: Mapping[str, charts.Chart]) -> str:
     """Returns the HTML of charts, given by name."""
-    if not found:
+    if not by_name:
         return ""
     versions = (
         ("vega", alt.VEGA_VERSION),
@@ -116,8 +116,8 @@ def _charts(found: Mapping[str, charts.Chart]) -> str:
         ("vega-embed", alt.VEGAEMBED_VERSION),
     )
     scripts = "".join(f'<script src="{CDN}/{name}@{number}"></script>' for name, number in versions)
-    shown = "".join(f'<div class="chart" id="{name}"></div>' for name in found)
-    specs = {name: chart.to_dict() for name, chart in found.items()}
+    shown = "".join(f'<div class="chart" id="{name}"></div>' for name in by_name)
+    specs = {name: chart.to_dict() for name, chart in by_name.items()}
     encoded = json.dumps(specs, ensure_ascii=False).replace("</", "<\\/")
     return (
         f"{shown}{scripts}<script>"

@@ -121,14 +121,14 @@ def _with_plain(cells: Sequence[CellResult]) -> list[CellResult]:
     groups: dict[tuple, list[CellResult]] = {}
     for cell in cells:
         groups.setdefault(labels.shape(cell.row), []).append(cell)
-    found: list[CellResult] = []
+    results: list[CellResult] = []
     for group in groups.values():
         measured = [cell.metrics for cell in group if cell.metrics and cell.row["draft"] != "none"]
         if measured:
             row = _medians([metrics["plain_row"] for metrics in measured])
-            found.append(CellResult(None, row, {}, {}))
-        found += group
-    return found
+            results.append(CellResult(None, row, {}, {}))
+        results += group
+    return results
 
 
 def _medians(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class Divergence:
     Attributes:
       row: index in the batch.
       position: index among the new tokens.
-      expected, found: plain decoding's token and the other one.
+      expected, actual: plain decoding's token and the other one.
       margin: difference of the best logit and the lower one of the two, in float32, relative to the
         largest.
       bound: smaller margins are ties.
@@ -39,7 +39,7 @@ class Divergence:
     row: int
     position: int
     expected: int
-    found: int
+    actual: int
     margin: float
     bound: float = TIE
 
@@ -50,7 +50,7 @@ class Divergence:
     def __str__(self) -> str:
         kind = "tie decided by rounding" if self.is_tie else "WRONG"
         return (
-            f"row {self.row}, new token {self.position}: {self.found} instead of {self.expected}, "
+            f"row {self.row}, new token {self.position}: {self.actual} instead of {self.expected}, "
             f"margin {self.margin:.1e} of the largest logit, ties below {self.bound:.1e}: {kind}"
         )
 
@@ -89,27 +89,27 @@ def compare(
     target: Any,
     prompts: Int[np.ndarray, "B T"],
     expected: Int[np.ndarray, "B M"],
-    found: Int[np.ndarray, "B M"],
+    actual: Int[np.ndarray, "B M"],
 ) -> Match:
-    """Returns how `found` compares with plain decoding's `expected`.
+    """Returns how `actual` compares with plain decoding's `expected`.
 
     Args:
       target: as for `magicjax.generate`, which reads the rows that diverge; None: there are no
         ties, as between tokens sampled with the same random numbers.
       prompts: of the rows.
-      expected, found: new tokens.
+      expected, actual: new tokens.
 
     Raises:
       ValueError: the shapes differ.
     """
-    if expected.shape != found.shape:
+    if expected.shape != actual.shape:
         raise ValueError(
-            f"cannot compare {found.shape} new tokens with {expected.shape} of plain decoding"
+            f"cannot compare {actual.shape} new tokens with {expected.shape} of plain decoding"
         )
     divergences = []
-    for row in np.flatnonzero((expected != found).any(1)).tolist():
-        position = int((expected[row] != found[row]).argmax())
-        tokens = int(expected[row, position]), int(found[row, position])
+    for row in np.flatnonzero((expected != actual).any(1)).tolist():
+        position = int((expected[row] != actual[row]).argmax())
+        tokens = int(expected[row, position]), int(actual[row, position])
         margin, bound = math.inf, TIE
         if target is not None:
             logits, rounding = _logits(target, prompts[row], expected[row], position)
@@ -117,7 +117,7 @@ def compare(
             margin = float((logits.max() - logits[list(tokens)].min()) / largest)
             bound = max(KV_TIE if target.kv_bits else TIE, float(2 * rounding / largest))
         divergences.append(Divergence(row, position, *tokens, margin, bound))
-    return Match(len(found), tuple(divergences))
+    return Match(len(actual), tuple(divergences))
 
 
 def _logits(

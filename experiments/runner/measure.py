@@ -62,22 +62,22 @@ def measure(
     assert shared is not None  # a cell has at least one batch
     # Of each repeat, the run over all batches.
     repeats = {each: list(zip(*batches, strict=True)) for each, batches in outputs.items()}
-    runs = {each: [merge(run) for run in found] for each, found in repeats.items()}
-    if any(run.stats.compile_s for found in runs.values() for run in found[1:]):
+    runs = {each: [merge(run) for run in cell_runs] for each, cell_runs in repeats.items()}
+    if any(run.stats.compile_s for cell_runs in runs.values() for run in cell_runs[1:]):
         raise RuntimeError(f"{cell.label}: a timed run compiled, so its time is invalid")
     rows: dict[Cell, dict[str, Any]] = {}
-    for each, found in runs.items():  # the cell's are the last
-        match = _match(bench, each, found, runs[plain])
+    for each, cell_runs in runs.items():  # the cell's are the last
+        match = _match(bench, each, cell_runs, runs[plain])
         # The time per output token of every request.
         timed = repeats[each][1:]
         latencies = [np.concatenate([_tpot(run) for run in batches]) for batches in timed]
-        requests = _requests(bench, each, found, match, latencies)
+        requests = _requests(bench, each, cell_runs, match, latencies)
         row: dict[str, Any] = {"device": device_name(), "status": "ok", "error": ""}
         if read_gbs:
-            row |= _times(bench, each, found[1:], runs[plain][1:], latencies, read_gbs)
-        row |= _acceptance(bench, each, found[0], requests) | exactness.columns(match)
+            row |= _times(bench, each, cell_runs[1:], runs[plain][1:], latencies, read_gbs)
+        row |= _acceptance(bench, each, cell_runs[0], requests) | exactness.columns(match)
         row["noise_match"] = _equal_rows(runs[plain])
-        row |= _resources(found, prefill_compile_s + bench.choosing_s)
+        row |= _resources(cell_runs, prefill_compile_s + bench.choosing_s)
         rows[each] = complete(columns(each), row)
     seconds, phases_error = _phases(shared, of_batch[cell], folder) if cell.repeats else ({}, "")
     rows[cell] |= {f"{name}_s": s for name, s in seconds.items()} | {"phases_error": phases_error}
@@ -277,14 +277,14 @@ def _match(
     """
     if _equal_rows(runs) < 1 and _equal_rows(plain_runs) == 1:
         raise RuntimeError(f"{cell.label}: two runs on the same prompts differ")
-    plain, found = np.asarray(plain_runs[0].tokens), np.asarray(runs[0].tokens)
+    plain, tokens = np.asarray(plain_runs[0].tokens), np.asarray(runs[0].tokens)
     if cell.temperature and cell.draft != "none" and cell.verifier != "naive":
         return None
-    if np.array_equal(plain, found):
+    if np.array_equal(plain, tokens):
         return exactness.Match(len(plain), ())
     # Without a model no divergence is a tie.
     target = None if cell.temperature else bench.read_by(cell.target, cell)
-    return exactness.compare(target, bench.prompts(cell), plain, found)
+    return exactness.compare(target, bench.prompts(cell), plain, tokens)
 
 
 def _equal_rows(runs: Sequence[Any]) -> float:

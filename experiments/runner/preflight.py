@@ -55,9 +55,9 @@ def check_models(groups: Groups, record: bool = False) -> dict[grid.Cell, str]:
     }
     sources = sorted({source for used in uses.values() for source in used})
     problems = {source: _problem(source[0], unloaded, source[1]) for source in sources}
-    found = {cell: [*filter(None, map(problems.get, used))] for cell, used in uses.items()}
+    messages = {cell: [*filter(None, map(problems.get, used))] for cell, used in uses.items()}
     return _recorded(
-        {cell: "\n".join(text) for cell, text in found.items() if text}, groups, record
+        {cell: "\n".join(text) for cell, text in messages.items() if text}, groups, record
     )
 
 

@@ -52,11 +52,11 @@ def _check(
     grid: dict[str, list[Any]], zips: Sequence[dict[str, list[Any]]], known: Sequence[str]
 ) -> None:
     """Raises ConfigError unless the axes are settings with values."""
-    found = names(grid, zips)
+    axis_names = names(grid, zips)
     for name, values in (pair for axes in (grid, *zips) for pair in axes.items()):
         if name not in known:
             raise ConfigError(f"grid: {unknown(name, known)}")
-        if found.count(name) > 1:
+        if axis_names.count(name) > 1:
             raise ConfigError(
                 f"the axis {name} occurs twice in grid and zip, those of a base included: remove "
                 "one; `zip: []` drops the zip of a base"

@@ -182,14 +182,14 @@ def groups(experiment: Experiment) -> list[list[Cell]]:
       ConfigError: wrong axes, duplicate cells, or an `exclude` that names an unknown setting,
         matches no cell, or leaves none.
     """
-    found = [_group(one) for one in axes.expand(experiment)]
-    cells = [cell for group in found for cell in group]
+    grouped = [_group(one) for one in axes.expand(experiment)]
+    cells = [cell for group in grouped for cell in group]
     _check_keys(cells)
     excluded = {cell for where in experiment.exclude for cell in _excluded(where, cells)}
-    found = [[cell for cell in group if cell not in excluded] for group in found]
-    if not any(found):
+    grouped = [[cell for cell in group if cell not in excluded] for group in grouped]
+    if not any(grouped):
         raise ConfigError("exclude leaves no cell of the grid: remove a line of it")
-    return [group for group in found if group]
+    return [group for group in grouped if group]
 
 
 def _check_keys(cells: Sequence[Cell]) -> None:
@@ -227,10 +227,10 @@ def _excluded(where: dict[str, Any], cells: Iterable[Cell]) -> list[Cell]:
         listed = values if isinstance(values, list) else [values]
         return (_facts(cell)[name] or None) in [value or None for value in listed]
 
-    found = [cell for cell in cells if all(matches(cell, *pair) for pair in where.items())]
-    if not found:
+    matching = [cell for cell in cells if all(matches(cell, *pair) for pair in where.items())]
+    if not matching:
         raise ConfigError(f"exclude: no cell has {where}: remove the line or correct a value")
-    return found
+    return matching
 
 
 def _facts(cell: Cell) -> dict[str, Any]:
@@ -362,8 +362,8 @@ def key(cell: Cell) -> str:
 
 def fingerprint(source: str) -> str:
     """Returns a hash of a model directory's files, "" for a preset, whose weights are random."""
-    found = Source(source)
-    paths = [] if found.directory is None else sorted(found.checkpoint_directory.glob("*"))
+    model = Source(source)
+    paths = [] if model.directory is None else sorted(model.checkpoint_directory.glob("*"))
     return hash_files(path for path in paths if path.suffix in (".json", ".jinja", ".safetensors"))
 
 

@@ -111,11 +111,11 @@ class Method(Strict):
 
     def needing(self, setting: str) -> list[str]:
         """Returns the keys that have no effect without a setting of the experiment."""
-        found: dict[str, dict[str, Any]] = {
+        is_set_by: dict[str, dict[str, Any]] = {
             "temperature": {"verifier": self.verifier, "draw": "draw" in self.options},
             "slots": {"adaptive": any(self.adaptive)},
         }
-        return [name for name, is_set in found[setting].items() if is_set]
+        return [name for name, is_set in is_set_by[setting].items() if is_set]
 
     @functools.cached_property
     def _parsed(self) -> list[spec.Drafters]:

@@ -46,8 +46,8 @@ def _each(value: Any, change: Any, kind: type = str) -> Any:
 
 
 def _path(path: str, folder: pathlib.Path) -> str:
-    found = path and (folder / path).exists()
-    return os.path.normpath(folder / path) if found else path
+    exists = path and (folder / path).exists()
+    return os.path.normpath(folder / path) if exists else path
 
 
 def _drafter(text: str, folder: pathlib.Path) -> str:

@@ -145,10 +145,10 @@ def read_experiment(directory: pathlib.Path, remedy: str) -> dict[str, Any]:
       ConfigError: the folder has another format; the message ends with `remedy`.
     """
     content = yaml.safe_load((directory / "experiment.yaml").read_text())
-    found = content.get("format") if isinstance(content, dict) else None
-    if found != FORMAT:
+    version = content.get("format") if isinstance(content, dict) else None
+    if version != FORMAT:
         raise ConfigError(
-            f"{directory} holds results of another version of magicjax (format {found}; this "
+            f"{directory} holds results of another version of magicjax (format {version}; this "
             f"version uses format {FORMAT}): {remedy}"
         )
     return content

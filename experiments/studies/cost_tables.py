@@ -159,15 +159,15 @@ def of_grid(summary: str, profile: str) -> list[dict[str, Any]]:
         load = functools.partial(skeleton, dtype=row["dtype"])
         draft = make_draft(make_drafter(text, load), target, row["dtype"])
         shape = int(row["batch"]), int(row["context"]), int(row["nodes"]), int(row["gamma"])
-        found = {"batch": shape[0], "context": shape[1], "method": row["method"], "tau": row["tau"]}
-        found["speedup"] = row["speedup"]
+        cells = {"batch": shape[0], "context": shape[1], "method": row["method"], "tau": row["tau"]}
+        cells["speedup"] = row["speedup"]
         for source, constants in (
             ("from constants", dataclasses.replace(device, measured=())),
             ("from timed passes", device),
         ):
             cost = cost_model.round_cost(target, draft, cost_model.Machine(constants), *shape)
-            found[source] = cost.speedup(row["tau"])
-        rows.append(found)
+            cells[source] = cost.speedup(row["tau"])
+        rows.append(cells)
     if not rows:
         raise ValueError(f"{summary} has no cell of self-speculation or prompt lookup that ran")
     return rows

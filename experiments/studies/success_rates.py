@@ -87,15 +87,15 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
     rows = []
     for path in options.drafts:
         draft = magicjax.load(path, "float32")
-        found = []
+        rates = []
         for number, window in enumerate(windows):
             p, q = (
                 teacher.logits(each, window[None])[:, WINDOW // 2 :] for each in (target, draft)
             )
             sampling = sampling_of(options.temperature, number)
-            found.append(window_rates(sampling, p, q, options.tries))
+            rates.append(window_rates(sampling, p, q, options.tries))
         for kind in KINDS:
-            shares = np.stack([each[kind] for each in found])
+            shares = np.stack([each[kind] for each in rates])
             errors = shares.std(0, ddof=1) / np.sqrt(len(shares))
             row = {"draft": pathlib.PurePath(path).name, "decoding": kind}
             for k, (share, error) in enumerate(zip(shares.mean(0), errors), 1):

@@ -143,9 +143,9 @@ def train(recipe: Recipe, work: pathlib.Path, out: pathlib.Path) -> dict[str, li
                 row=rows.shape[1],
                 label=kind.replace("_", " "),
             )
-    found = measure(loss, module, params, measured, frozen)
-    save(out, config, params, frozen, found, recipe)
-    return found
+    metrics = measure(loss, module, params, measured, frozen)
+    save(out, config, params, frozen, metrics, recipe)
+    return metrics
 
 
 def _phases(recipe: Recipe) -> list[trainer.Phase]:
@@ -206,11 +206,11 @@ def measure(
     loss: HeadLoss, module: Any, params: Any, rows: np.ndarray, frozen: Any
 ) -> dict[str, list[float]]:
     """Returns means over held-out rows, by depth (`HeadLoss.measured`)."""
-    found = [
+    batches = [
         jax.device_get(loss.measured(module, params, row[None], frozen))
         for row in rows[:MEASURED_ROWS]
     ]
-    return {name: np.mean([each[name] for each in found], 0).tolist() for name in found[0]}
+    return {name: np.mean([each[name] for each in batches], 0).tolist() for name in batches[0]}
 
 
 def save(
@@ -218,14 +218,14 @@ def save(
     config: models.EagleConfig,
     params: Any,
     frozen: Any,
-    found: dict[str, list[float]],
+    metrics: dict[str, list[float]],
     recipe: Recipe,
 ) -> None:
     """Writes the head in SpecForge's layout, rounded to bfloat16, with a card."""
     config = dataclasses.replace(
         config,
         layer_inputs=recipe.head.layer_inputs,  # trainers number the default layers differently
-        acceptance=round(found["same token"][0], 4),
+        acceptance=round(metrics["same token"][0], 4),
     )
     names = ["vocab_map"] + ["unembedding"] * config.own_unembedding
     inner = export.rounded(params["params"] | {name: frozen[name] for name in names})
@@ -233,9 +233,9 @@ def save(
     models.save_checkpoint(path, module, {"params": inner}, overwrite=True)
     size = sum(x.size for x in jax.tree.leaves(params))
     table = markdown_table(
-        ("depth", *found),
+        ("depth", *metrics),
         [
-            (depth + 1, *(f"{values[depth]:.3f}" for values in found.values()))
+            (depth + 1, *(f"{values[depth]:.3f}" for values in metrics.values()))
             for depth in range(recipe.steps)
         ],
     )

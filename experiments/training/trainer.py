@@ -96,9 +96,9 @@ def logits_of(model: nn.Module, params, tokens: Int[Array, "B T"]) -> Float[Arra
         "attention sinks": config.attention_sinks,
         "experts": config.num_experts is not None,
     }
-    if found := [name for name, has in unsupported.items() if has]:
+    if features := [name for name, has in unsupported.items() if has]:
         raise ValueError(
-            f"a model of the family {config.family!r} with {' and '.join(found)} cannot be "
+            f"a model of the family {config.family!r} with {' and '.join(features)} cannot be "
             "trained: use another family"
         )
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)

@@ -191,12 +191,12 @@ def _parts(
     sizes, plain = model_sizes(target, None), times.passes[1]
 
     def row(part: str, seconds: float, slots: int | None = None, **columns: Any) -> dict[str, Any]:
-        found = {"part": part} | columns | {"ms": 1e3 * seconds}
+        cells = {"part": part} | columns | {"ms": 1e3 * seconds}
         if slots is not None:
             entries = batch * sizes.slots_per_layer(slots) * sizes.kv_bytes
             floor = (sizes.read_bytes(batch) + entries) / bandwidth
-            found |= {"floor ms": 1e3 * floor, "floor / time": floor / seconds}
-        return found | {"time / T_target": seconds / plain}
+            cells |= {"floor ms": 1e3 * floor, "floor / time": floor / seconds}
+        return cells | {"time / T_target": seconds / plain}
 
     yield row("target", plain, context)
     for n, seconds in sorted(times.passes.items())[1:]:

@@ -200,12 +200,12 @@ def _first_messages(arguments: argparse.Namespace) -> Messages:
 def _template_kwargs(text: str) -> dict[str, Any]:
     """Returns the variables of --chat-template-kwargs, for `argparse`."""
     try:
-        found = json.loads(text)
+        kwargs = json.loads(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(kwargs, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
-    return found
+    return kwargs
 
 
 def _lines() -> Iterator[str]:

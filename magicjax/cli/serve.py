@@ -126,10 +126,10 @@ def _add_server(group: Any) -> None:
 
 def names(text: str) -> tuple[str, ...]:
     """Returns the names of a list with commas: "a, b" is ("a", "b")."""
-    found = tuple(name.strip() for name in text.split(","))
-    if not all(found):
+    items = tuple(name.strip() for name in text.split(","))
+    if not all(items):
         raise argparse.ArgumentTypeError(f"{text!r} has an empty name: separate names by commas")
-    return found
+    return items
 
 
 def run(arguments: argparse.Namespace) -> int:

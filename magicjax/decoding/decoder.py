@@ -131,12 +131,12 @@ class Decoder:
         count = max(count, *(each.prompt_logprobs or 0 for each in request.params))
         outputs = StatsSpec(layer_inputs=(request.target.config.num_layers,))
         settings = dataclasses.replace(request.prefill_settings, logprobs=count, stats_spec=outputs)
-        found = self._run("prompt_logprobs", settings, request.target, request.rows, cache)
-        found = global_arrays.fetch(found)
+        logprobs = self._run("prompt_logprobs", settings, request.target, request.rows, cache)
+        logprobs = global_arrays.fetch(logprobs)
         return [
             None
             if params.prompt_logprobs is None
-            else found[row, : len(prompt) - 1].most_likely(params.prompt_logprobs)
+            else logprobs[row, : len(prompt) - 1].most_likely(params.prompt_logprobs)
             for row, (params, prompt) in enumerate(zip(request.params, request.prompts))
         ]
 

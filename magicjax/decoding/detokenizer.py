@@ -150,8 +150,8 @@ class Detokenizer:
 
     def _first_stop(self, before: int) -> int | None:
         """Returns where the first stop string begins that ends beyond `before` characters."""
-        found = (self._text.find(stop, max(0, before - len(stop) + 1)) for stop in self._stop)
-        return min((start for start in found if start >= 0), default=None)
+        starts = (self._text.find(stop, max(0, before - len(stop) + 1)) for stop in self._stop)
+        return min((start for start in starts if start >= 0), default=None)
 
     def _held(self) -> int:
         """Returns the length of the longest end of the text that begins a stop string."""

@@ -50,10 +50,10 @@ def verify(
     allowed: UInt32[Array, "B N W"],
 ) -> DecodeState:
     """Returns the state after the round, given the masks of the nodes."""
-    found: loop.Scored = scored.unpack()
-    logits = masking.mask(found.logits, allowed, target.config.vocab_size, target.split.axes)
-    found = found.replace(logits=logits)  # type: ignore[attr-defined]
-    begun = _part(settings, state), proposed.unpack(), found
+    scores: loop.Scored = scored.unpack()
+    logits = masking.mask(scores.logits, allowed, target.config.vocab_size, target.split.axes)
+    scores = scores.replace(logits=logits)  # type: ignore[attr-defined]
+    begun = _part(settings, state), proposed.unpack(), scores
     part = loop.verify_and_commit(settings, target, drafter, *begun)
     return part if settings.rows is None else slots.with_first_rows(state, part)
 

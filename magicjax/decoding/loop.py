@@ -166,11 +166,11 @@ def prompt_logprobs(
     def part(x, i):
         return jax.lax.dynamic_slice_in_dim(x, i * chunk, chunk, 1)
 
-    def run_chunk(i, found):
+    def run_chunk(i, logprobs):
         logits = target.unembed(part(outputs, i))
         new = log_probs(logits, part(following, i), count, target.split.axes)
         return jax.tree.map(
-            lambda all, x: jax.lax.dynamic_update_slice_in_dim(all, x, i * chunk, 1), found, new
+            lambda all, x: jax.lax.dynamic_update_slice_in_dim(all, x, i * chunk, 1), logprobs, new
         )
 
     empty = LogProbs(

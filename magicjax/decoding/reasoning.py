@@ -118,10 +118,10 @@ class Thinking:
 
     def _divided(self, text: str) -> Parts:
         """Returns (new text of the reasoning, what follows it)."""
-        if found := self._end.search(text):
-            reasoning = self._trimmed(text[: found.start()].rstrip("\n"))
+        if marker := self._end.search(text):
+            reasoning = self._trimmed(text[: marker.start()].rstrip("\n"))
             self._inside, self._trims = False, True
-            return reasoning, text[found.end() if found[0] == END_THINK else found.start() :]
+            return reasoning, text[marker.end() if marker[0] == END_THINK else marker.start() :]
         end = len(text) - max(overlap(text, end) for end in self._ends)
         reasoning = text[:end].rstrip("\n")
         self._held = text[len(reasoning) :]

@@ -278,12 +278,12 @@ def bad_sequences(target: Model, params: SamplingParams) -> list[list[int]]:
             "bad_words",
             params.bad_words,
         )
-    found: dict[tuple[int, ...], None] = {}
+    sequences: dict[tuple[int, ...], None] = {}
     for word in params.bad_words:
         for text in (word, f" {word.lstrip()}"):
             ids = tuple(target.tokenizer.encode(text, add_special_tokens=False))
-            found |= {ids: None} if ids else {}
-    return [list(ids) for ids in found]
+            sequences |= {ids: None} if ids else {}
+    return [list(ids) for ids in sequences]
 
 
 def check_stop(target: Model, params: Sequence[SamplingParams]) -> None:

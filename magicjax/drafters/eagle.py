@@ -148,10 +148,10 @@ class Eagle(Drafter):
                 vocab_map = inner.get("vocab_map")
                 of_target = models.output_matrix(target.module, target.params)
                 if isinstance(vocab_map, jax.ShapeDtypeStruct):
-                    found = jax.eval_shape(rows, vocab_map, of_target)
+                    unembedding = jax.eval_shape(rows, vocab_map, of_target)
                 else:  # on the host, because the target can be on other devices
-                    found = rows(jax.device_get(vocab_map), of_target)
-                params = {"params": inner | {"unembedding": found}}
+                    unembedding = rows(jax.device_get(vocab_map), of_target)
+                params = {"params": inner | {"unembedding": unembedding}}
         module = model.module.clone(config=resolved)
         model = dataclasses.replace(model, module=module, params=params)
         if self.check_agreement:

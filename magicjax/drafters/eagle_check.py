@@ -74,8 +74,8 @@ def check(head: Model, target: Model) -> None:
     tokens = jnp.asarray(target.tokenizer(TEXT)["input_ids"][:TOKENS], jnp.int32)[None]
     config: Any = head.config
     limit = max(CHANCE, PART * (config.acceptance or 0))
-    found = float(agreement(head, target, tokens))
-    if found >= limit:
+    rate = float(agreement(head, target, tokens))
+    if rate >= limit:
         return
     expected = "" if config.acceptance is None else f", and {config.acceptance:.0%} in training"
     cause = "it was trained for another target, or its weights are damaged"
@@ -83,10 +83,10 @@ def check(head: Model, target: Model) -> None:
         (float(agreement(each, target, tokens)), how) for how, each in _changed(head, target)
     ]
     best, how = max(changes)
-    if best >= max(2 * found, CHANCE):
+    if best >= max(2 * rate, CHANCE):
         cause = f"with {how} they would at {best:.0%}: correct the head's files"
     raise ValueError(
-        f"the EAGLE head {head.name!r} and the target choose the same token at {found:.1%} of a "
+        f"the EAGLE head {head.name!r} and the target choose the same token at {rate:.1%} of a "
         f"text's positions{expected}: {cause}; check_agreement=False uses it as it is"
     )
 

@@ -78,12 +78,12 @@ class PromptLookup(TextLookup):
         self, text: Int[Array, "B S"], newest: Int[Array, "B"], tree: Tree
     ) -> tuple[Int[Array, "B N-1"], Int[Array, "B N-1"]]:
         assert isinstance(tree, TokenTree)
-        start, found = self._matches(text, newest, tree.parents.count(0))
+        start, has_match = self._matches(text, newest, tree.parents.count(0))
         branch, depth = _branches(tree), tree.node_depths[1:]
         start = start[:, branch]
         period = newest[:, None] + 1 - start
         index = start + (depth - 1) % jnp.maximum(period, 1)
-        parents = jnp.where(found[:, branch], jnp.asarray(tree.array[1:]), NO_NODE)
+        parents = jnp.where(has_match[:, branch], jnp.asarray(tree.array[1:]), NO_NODE)
         return jnp.take_along_axis(text, index, 1), parents
 
     def _matches(

@@ -75,8 +75,8 @@ def _quantized(target: Model, module: nn.Module) -> Any:
     blocks = models.blocks_of(target.params)["params"]
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(blocks)):
         return shapes
-    found = quantized.quantize_params(blocks, shapes["params"], module.weights, _quantize)
-    return {"params": found}
+    params = quantized.quantize_params(blocks, shapes["params"], module.weights, _quantize)
+    return {"params": params}
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

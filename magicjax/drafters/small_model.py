@@ -197,13 +197,13 @@ class SmallModel(Drafter):
             (text,) = own.in_blocks
             formats += [text, text.removesuffix("+zeros")]
         size = getattr(self.model.config, "draft_vocab_size", None)
-        for name, matches, found in (
+        for name, matches, value in (
             ("weights", str(form) in formats, own),
             ("draft_vocab", self.draft_vocab in (None, size), size),
         ):
             if not matches:
                 raise ValueError(
-                    f"{name}={getattr(self, name)!r} differs from the draft model's, {found}: load "
+                    f"{name}={getattr(self, name)!r} differs from the draft model's, {value}: load "
                     f"it with magicjax.load(path, {name}=...), or remove {name}"
                 )
 

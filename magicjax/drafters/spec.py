@@ -308,13 +308,13 @@ def _policy_options(name: str, policy: str | None, of_path: str) -> dict[str, Op
     if policy == default == FULL:
         return {}
     try:
-        found = get_policy(policy)
+        instance = get_policy(policy)
     except ValueError as error:
         hint = f"; write {policy} instead of {name}:{policy}" if policy in DRAFTERS else ""
         if of_path:
             hint = f" (a directory of that name needs {of_path}:full)"
         raise ValueError(f"{error}{hint}") from error
-    return options.fields_of(type(found), policy_name(found))
+    return options.fields_of(type(instance), policy_name(instance))
 
 
 def make_drafter(drafter: str | Drafters, load: Callable[..., Any]) -> Drafter:
@@ -343,8 +343,8 @@ def make_one(spec: Spec, load: Callable[..., Any]) -> Drafter:
     values = dict(spec.values)
     if spec.policy_values:
         default = options.options_of(kind)["policy"].default
-        found: Any = get_policy(values.get("policy", default))
-        values["policy"] = dataclasses.replace(found, **spec.policy_values)
+        default_policy: Any = get_policy(values.get("policy", default))
+        values["policy"] = dataclasses.replace(default_policy, **spec.policy_values)
     if not spec.path:
         return kind(**values)
     of_model = {name: values[name] for name in LOAD_OPTIONS if values.get(name) is not None}

@@ -248,9 +248,9 @@ class Scheduler[Handle: QueuedRequest]:
 
     def _remove_prefilling(self, handle: Handle) -> bool:
         others = [pair for pair in self.prefilling if pair[0] is not handle]
-        found = len(others) < len(self.prefilling)
+        removed = len(others) < len(self.prefilling)
         self.prefilling = collections.deque(others)
-        return found
+        return removed
 
 
 def _deadline_s(request: QueuedRequest) -> float:

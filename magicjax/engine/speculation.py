@@ -52,8 +52,8 @@ def loops(request: Request, adaptive: bool) -> dict[Arm, Settings]:
     if not isinstance(drafter, Ensemble):
         own_only = isinstance(drafter, Cascade) and drafter.first_tree is not None
         trees_of_arms = [settings.tree] if own_only else _depths(settings.tree)
-        found = [_with_tree(request, tree) for tree in trees_of_arms]
-        arms = {Arm(names[0], each.shape.depth): each for each in found}
+        settings_of_arms = [_with_tree(request, tree) for tree in trees_of_arms]
+        arms = {Arm(names[0], each.shape.depth): each for each in settings_of_arms}
         return {PLAIN: _with_tree(request, ROOT_ONLY)} | arms
     own = [tree for _, tree in drafter.with_trees(settings.tree)]
     trees: dict[Arm, list[Tree]] = {PLAIN: [ROOT_ONLY] * len(own)}
@@ -116,8 +116,8 @@ def simulated(drafter: Drafter, state: Any) -> dict[str, jax.Array]:
     """
     states = state if isinstance(drafter, Ensemble) else (state,)
     members = zip(names_of(drafter), _members(drafter), states, strict=True)
-    found = {name: member.simulated(own) for name, member, own in members}
-    return {name: histogram for name, histogram in found.items() if histogram is not None}
+    histograms = {name: member.simulated(own) for name, member, own in members}
+    return {name: histogram for name, histogram in histograms.items() if histogram is not None}
 
 
 def batch_sizes(request: Request, slots: int) -> tuple[int, ...]:

@@ -51,9 +51,9 @@ class Grammar:
           TypeError, ValueError: not a string, a syntax error, or a grammar beyond the limits.
         """
         _check_text("grammar", text)
-        if found := UNSUPPORTED.search(text):
+        if attribute := UNSUPPORTED.search(text):
             raise ValueError(
-                f"the grammar has the attribute {found[1]}, which is not supported: omit it"
+                f"the grammar has the attribute {attribute[1]}, which is not supported: omit it"
             )
         return of_rules(text, untrusted)
 

@@ -33,12 +33,12 @@ def _ends(grammar: str, max_lexer_states: int) -> bool:
     request = json.dumps([grammar, max_lexer_states, SECONDS, MEMORY, STACK])
     command = [sys.executable, "-P", __file__]
     try:
-        found = subprocess.run(
+        process = subprocess.run(
             command, input=request, text=True, capture_output=True, timeout=10 * SECONDS
         )
     except subprocess.TimeoutExpired:
         return False
-    return not found.returncode
+    return not process.returncode
 
 
 def _main() -> None:

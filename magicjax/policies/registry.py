@@ -49,15 +49,15 @@ def get_policy(policy: str | Policy) -> Policy:
 
 def _named(name: str) -> Policy:
     """Returns the policy of a name."""
-    found = plugins.find(name, POLICIES, GROUP)
-    if found is None:
+    entry = plugins.find(name, POLICIES, GROUP)
+    if entry is None:
         known = sorted({*POLICIES, *plugins.installed(GROUP)})
         raise ValueError(
             f"policy={name!r} is unknown: use one of {', '.join(known)}, or the import path of a "
             f"class, such as my_file.MyPolicy{did_you_mean(name, known)}"
         )
     try:
-        made = found() if callable(found) else found
+        made = entry() if callable(entry) else entry
     except Exception as error:  # of any kind: the class is the user's
         raise ValueError(
             f"policy={name!r}: creating it raises {type(error).__name__}: {error}; give every "

@@ -150,12 +150,12 @@ class Trial:
 
         The time of a shallower chain is taken from a line between a plain step and the trial.
         """
-        found = [self.tau / self.ratio]
+        speedups = [self.tau / self.ratio]
         if isinstance(self.tree, TokenTree):
             for tree in map(chain, range(1, self.tree.depth)):
                 ratio = 1 + (self.ratio - 1) * tree.num_nodes / self.tree.num_nodes
-                found.append(self.tokens(tree) / max(ratio, 0.1))
-        return max(found)
+                speedups.append(self.tokens(tree) / max(ratio, 0.1))
+        return max(speedups)
 
     def __str__(self) -> str:
         """Returns the measurements as a line of text."""

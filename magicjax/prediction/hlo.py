@@ -133,8 +133,8 @@ def dequantized(text: str, sizes: Container[int]) -> int:
     Each is converted by an operation of its own, or in a fusion that writes an array of such a
     size. A fusion that converts it for a matrix product writes the product only.
     """
-    found = operations(text)
-    fused = {operation.fused for body in found.values() for operation in body}
+    bodies_by_name = operations(text)
+    fused = {operation.fused for body in bodies_by_name.values() for operation in body}
 
     def converted(body: list[Operation]) -> int:
         results = {operation.name: operation.results for operation in body}
@@ -146,12 +146,12 @@ def dequantized(text: str, sizes: Container[int]) -> int:
         )
 
     def writes_converted(operation: Operation) -> bool:
-        inside = found.get(operation.fused or "", [])
+        inside = bodies_by_name.get(operation.fused or "", [])
         is_product = any(each.opcode == "dot" for each in inside)
         written = _has_array(operation.results, FLOATS, sizes)
         return written and not is_product and converted(inside) > 0
 
-    bodies = [body for name, body in found.items() if name not in fused]
+    bodies = [body for name, body in bodies_by_name.items() if name not in fused]
     return sum(converted(body) + sum(map(writes_converted, body)) for body in bodies)
 
 

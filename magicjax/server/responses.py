@@ -73,10 +73,10 @@ class Texts:
             return [choice | {"message": message(deltas)}]
         if not deltas:
             return [choice] if reason or new.logprobs is not None else []
-        found = [choice | dict(delta=x, logprobs=None, finish_reason=None) for x in deltas]
-        found[0]["logprobs"] = choice["logprobs"]
+        chunks = [choice | dict(delta=x, logprobs=None, finish_reason=None) for x in deltas]
+        chunks[0]["logprobs"] = choice["logprobs"]
         # Clients may skip the content of the chunk that has the reason.
-        return found + [choice | dict(delta={}, logprobs=None)] * (reason is not None)
+        return chunks + [choice | dict(delta={}, logprobs=None)] * (reason is not None)
 
     def _choice(self, index: int, new: NewTokens, reason: str | None) -> dict[str, Any]:
         text, finish_reason = new.text or "", None if reason is None else FINISH_REASONS[reason]

@@ -285,16 +285,16 @@ class CallParser:
             self._rest = ""
             return False
         start = text.find(begin)
-        found = start >= 0
-        if not found:
+        has_call = start >= 0
+        if not has_call:
             start = len(text) - overlap(text, begin)
         end = len(text[:start].rstrip())
         deltas += _text_delta(text[:end])
         self._rest = text[end:]
-        if found:
+        if has_call:
             self._held, self._rest = text[end : start + len(begin)], text[start + len(begin) :]
             self._step = self._header
-        return found
+        return has_call
 
     def _header(self, deltas: list[Delta]) -> bool:
         """Reads `{"name": "f", "arguments": ` up to the arguments; other text is content."""
@@ -328,13 +328,13 @@ class CallParser:
             while text[position : position + 1] in SPACES:
                 position += 1
             if isinstance(piece, str):
-                found, part = text.startswith(piece, position), piece.startswith(text[position:])
+                matches, part = text.startswith(piece, position), piece.startswith(text[position:])
                 end = position + len(piece)
             else:
                 match = piece.match(text, position)
-                found, part = match is not None, text[position : position + 1] in ("", '"')
+                matches, part = match is not None, text[position : position + 1] in ("", '"')
                 name, end = (match[0], match.end()) if match else ("", position)
-            if not found:
+            if not matches:
                 return None, None if part else 0
             position = end
         called = _json(name)
@@ -365,10 +365,10 @@ class CallParser:
         """Skips what is left of a call, up to the marker at its end or the next one."""
         begin, end = self._format.begin, self._format.end
         several = self._parallel and end
-        found = re.search(f"{begin}|{end}", self._rest) if several else None
-        if found is None:
+        marker = re.search(f"{begin}|{end}", self._rest) if several else None
+        if marker is None:
             return False
-        used = found.end() if found[0] == end else found.start()
+        used = marker.end() if marker[0] == end else marker.start()
         self._rest, self._step = self._rest[used:], self._content
         return True
 

@@ -93,8 +93,8 @@ class Job:
 
     async def results(self) -> list[Result]:
         """Returns the results by index; raises ApiError."""
-        found = {e.index: e.value async for e in self.events() if isinstance(e.value, Result)}
-        return [found[index] for index in sorted(found)]
+        results = {e.index: e.value async for e in self.events() if isinstance(e.value, Result)}
+        return [results[index] for index in sorted(results)]
 
 
 class Worker:

@@ -386,8 +386,8 @@ def _weights(
         if tensor.expert is not None:
             expected = (parameter[0], *expected)
         for name in sources:
-            if (found := tensors[name].shape) != expected:
-                problems.append(f"{name} has shape {found}, expected {expected}")
+            if (stored_shape := tensors[name].shape) != expected:
+                problems.append(f"{name} has shape {stored_shape}, expected {expected}")
         if tensor.experts is None:
             weights[tensor.name] = _weight(config, tensor, shape, tensors[sources[0]])
         else:

@@ -166,8 +166,8 @@ def _compiler() -> list[str]:
         if shutil.which(chosen[0]):
             return chosen
         raise _NoCompilerError(f"CXX={os.environ['CXX']} is not found: install it, or unset CXX")
-    if found := next(filter(None, map(shutil.which, COMPILERS)), None):
-        return [found]
+    if compiler := next(filter(None, map(shutil.which, COMPILERS)), None):
+        return [compiler]
     raise _NoCompilerError("no C++ compiler found: install g++ or clang++")
 
 

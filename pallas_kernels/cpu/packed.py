@@ -228,17 +228,17 @@ def dequantize(matrix: Packed, xp: Any = jnp) -> Float[Array, "*O inputs"]:
 
     def halves(first):  # [blocks, units, 1, 16, 1]
         pairs = data[..., first : first + 2 * OUTPUTS].reshape(blocks, units, OUTPUTS, 2)
-        found: Any = pairs
+        values: Any = pairs
         if xp is np:
-            found = np.ascontiguousarray(found).view(np.float16)[..., 0]
+            values = np.ascontiguousarray(values).view(np.float16)[..., 0]
         else:
-            found = jax.lax.bitcast_convert_type(found, jnp.float16)
-        return found.astype(np.float32)[:, :, None, :, None]
+            values = jax.lax.bitcast_convert_type(values, jnp.float16)
+        return values.astype(np.float32)[:, :, None, :, None]
 
     def octets(first, dtype):  # [blocks, units, scales, 16, 1]
         count = form.inputs // form.scaled
-        found = data[..., first : first + OUTPUTS * count].astype(dtype).astype(np.float32)
-        return found.reshape(blocks, units, count, OUTPUTS, 1)
+        values = data[..., first : first + OUTPUTS * count].astype(dtype).astype(np.float32)
+        return values.reshape(blocks, units, count, OUTPUTS, 1)
 
     scale, minimum = halves(0), halves(2 * OUTPUTS) if form.has_minima else 0
     if form.is_k:

@@ -184,9 +184,9 @@ def _kernel(
 
     @pl.when(step == pl.num_programs(2) - 1)
     def _():
-        found = jnp.where(weight[...] == 0, 1, weight[...])
-        out[0] = (total[...] / found).astype(out.dtype)
-        lse[0] = jnp.where(weight[...] == 0, EMPTY_LSE, peak[...] + jnp.log(found))
+        nonzero = jnp.where(weight[...] == 0, 1, weight[...])
+        out[0] = (total[...] / nonzero).astype(out.dtype)
+        lse[0] = jnp.where(weight[...] == 0, EMPTY_LSE, peak[...] + jnp.log(nonzero))
 
 
 def _unroll(heads: int) -> int:

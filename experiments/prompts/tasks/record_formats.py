@@ -148,13 +148,13 @@ def read(kind: str, path: str) -> list[Record]:
 @functools.lru_cache(maxsize=4)
 def _read(kind: str, path: str, fingerprint: str) -> list[Record]:
     del fingerprint
-    found: list[Record] = []
+    records: list[Record] = []
     for file in sources.files(kind, path):
         record_format = None
         for number, record in sources.records(file):
             record_format = record_format or _format(file, number, record)
-            found.append(_record(record_format, file, number, record))
-    return found
+            records.append(_record(record_format, file, number, record))
+    return records
 
 
 def _format(file: pathlib.Path, number: int, record: Fields) -> RecordFormat:

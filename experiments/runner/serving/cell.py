@@ -185,12 +185,12 @@ def _match(
     """
     if cell.temperature and not cell.is_plain and cell.verifier != "naive":
         return None
-    found = [
+    run_texts = [
         next((text for text in texts if not np.array_equal(text, expected)), expected)
         for expected, *texts in zip(plain.texts, *(run.texts for run in runs), strict=True)
     ]
     target = None if cell.temperature else bench.target_of(cell)
-    return exactness.compare(target, workload.rows, _padded(plain.texts), _padded(found))
+    return exactness.compare(target, workload.rows, _padded(plain.texts), _padded(run_texts))
 
 
 def _padded(texts: Sequence[Int[np.ndarray, "T"]]) -> Int[np.ndarray, "N M"]:

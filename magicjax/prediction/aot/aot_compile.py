@@ -211,11 +211,11 @@ def matrix_sizes(request: Request) -> set[int]:
             if path[-1].key == "weight" and x.dtype.itemsize == 1
         }
 
-    found = set[int]()
+    counts = set[int]()
     for model in (request.target, *placement.models_of(request.drafter)):
         layout = model.layout  # offloaded matrices are stacked by layer
-        found |= sizes(layout.blocks, 1) if isinstance(layout, Offloaded) else sizes(model.params)
-    return found
+        counts |= sizes(layout.blocks, 1) if isinstance(layout, Offloaded) else sizes(model.params)
+    return counts
 
 
 def all_caches(state: DecodeState) -> list[KVCache | DraftCache]:

@@ -213,9 +213,9 @@ def sources(
     }
     if draft.sizes is not None:
         local, slots = draft.machine(machine), draft.slots(context)
-        found = source(draft.sizes, DRAFT, local, slots, width)
-        is_timed = found == "roofline" or draft.page_size is None
-        times["T_draft"] = found if is_timed else "extrapolated"
+        draft_source = source(draft.sizes, DRAFT, local, slots, width)
+        is_timed = draft_source == "roofline" or draft.page_size is None
+        times["T_draft"] = draft_source if is_timed else "extrapolated"
     return times
 
 
