@@ -181,8 +181,9 @@ class Model:
           layer_inputs: the layers whose inputs [B,T,E] are returned, by layer; the number of layers
             stands for the last layer's output.
         """
-        arguments = tokens, positions, attend, tuple(layer_inputs)
-        return self.layout.run(self.module, self.params, *arguments)
+        return self.layout.run(
+            self.module, self.params, tokens, positions, attend, tuple(layer_inputs)
+        )
 
     def embed(self, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]) -> Array:
         """Returns the input of the first layer, [B,T,E]."""

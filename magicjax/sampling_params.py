@@ -209,9 +209,9 @@ class SamplingParams:
         return (*(() if self.ignore_eos else eos), *self.stop_token_ids)
 
 
-def _biases(given: Any) -> tuple[tuple[int, float], ...]:
+def _biases(logit_bias: Any) -> tuple[tuple[int, float], ...]:
     """Returns sorted pairs of a token and its bias."""
-    pairs = tuple(given.items()) if isinstance(given, Mapping) else tuple(given)
+    pairs = tuple(logit_bias.items()) if isinstance(logit_bias, Mapping) else tuple(logit_bias)
     for token, bias in pairs:
         check_number("logit_bias", token, ge=0, option="a token of {}")
         check_number("logit_bias", bias, float, option=f"the bias of {token} in {{}}")

@@ -68,12 +68,12 @@ def explain_unknown[Call: Callable](call: Call) -> Call:
     known = _arguments[name] = tuple(inspect.signature(call).parameters)
 
     @functools.wraps(call)
-    def wrapper(*args: Any, **given: Any) -> Any:
-        for unknown, value in given.items():
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        for unknown, value in kwargs.items():
             if unknown not in known:
                 given_as = f"{unknown}={reprlib.repr(value)}"
                 raise TypeError(f"{given_as} is not an argument of {name}{_remedy(name, unknown)}")
-        return call(*args, **given)
+        return call(*args, **kwargs)
 
     return wrapper  # type: ignore[return-value]
 

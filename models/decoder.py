@@ -494,8 +494,9 @@ class Block(nn.Module):
         c = self.config
 
         def norm(name):
-            settings = c.hidden_size, c.norm_eps, self.dtype, EMBED, self.backend
-            return NORMS[c.norm](*settings, name=name)
+            return NORMS[c.norm](
+                c.hidden_size, c.norm_eps, self.dtype, EMBED, self.backend, name=name
+            )
 
         def part(kind: type[nn.Module], name: str) -> nn.Module:
             weights = self.weights.within(name)
@@ -596,8 +597,7 @@ class Decoder(nn.Module):
         if self.is_initializing():  # later, `block` applies each layer's parameters
             self.layers = [layer_module(self, layer) for layer in range(c.num_layers)]
         if c.final_norm:
-            norm = c.hidden_size, c.norm_eps, self.dtype, EMBED, self.backend
-            self.norm = NORMS[c.norm](*norm)
+            self.norm = NORMS[c.norm](c.hidden_size, c.norm_eps, self.dtype, EMBED, self.backend)
         if not c.tie_embeddings:
             self.unembedding = tokens_by_width("unembedding", c.output_rows)
         if c.draft_vocab_size is not None:

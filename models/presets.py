@@ -101,8 +101,9 @@ def _gemma_3(
         "full_layers": tuple(range(5, layers, 6)),
         **more,
     }
-    sizes = 262144, hidden, intermediate, layers, heads, kv_heads, head_dim
-    return _gemma("gemma3_text", *sizes, **settings)
+    return _gemma(
+        "gemma3_text", 262144, hidden, intermediate, layers, heads, kv_heads, head_dim, **settings
+    )
 
 
 def _gpt_oss(layers: int, experts: int) -> DecoderConfig:

@@ -174,8 +174,9 @@ def tree_attention(
         options["softcap"] = softcap
     mask = mask if mask.ndim == 3 else mask[None]
     with jax.named_scope("tree_attention"):
-        arguments = q, k_prefix, v_prefix, lengths, k_new, v_new, mask, first_row
-        out, lse = BACKENDS[chosen](*arguments, **options)
+        out, lse = BACKENDS[chosen](
+            q, k_prefix, v_prefix, lengths, k_new, v_new, mask, first_row, **options
+        )
     out = out.astype(q.dtype)
     return (out, lse) if return_lse else out
 

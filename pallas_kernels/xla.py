@@ -57,8 +57,9 @@ def attend(
     if k_prefix.shape[2]:
         if seen_from is not None:
             seen_from = jnp.repeat(seen_from, group, axis=1)
-        arguments = lengths, part, first_row, seen_from, softcap
-        part = _attend_prefix(rows, k_prefix, v_prefix, *arguments)
+        part = _attend_prefix(
+            rows, k_prefix, v_prefix, lengths, part, first_row, seen_from, softcap
+        )
     out, lse = finish(part)
     return ungrouped(out, length, heads), ungrouped(lse, length, heads)
 

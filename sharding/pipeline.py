@@ -75,8 +75,9 @@ def pipelined(
         # An idle stage writes back what it reads, so that a finished result stays. On a GPU `cond`
         # would synchronize with the host: there an idle stage computes and discards the result.
         previous = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, rows), results)
-        operands = busy, part, first, previous
-        new = lax.platform_dependent(*operands, cpu=work_or_idle, default=work_always)
+        new = lax.platform_dependent(
+            busy, part, first, previous, cpu=work_or_idle, default=work_always
+        )
         results = jax.tree.map(
             lambda x, part: lax.dynamic_update_slice_in_dim(x, part, first, 0), results, new
         )

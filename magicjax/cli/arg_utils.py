@@ -67,7 +67,7 @@ def _help(known: Option) -> str:
     return f"{text}; default: {shown}"
 
 
-def given(arguments: argparse.Namespace, kind: type) -> dict[str, Any]:
+def settings_from(arguments: argparse.Namespace, kind: type) -> dict[str, Any]:
     """Returns the settings of a dataclass that a command line sets, for its constructor."""
     values = {name: getattr(arguments, name, None) for name in options_of(kind)}
     return {name: value for name, value in values.items() if value is not None}

@@ -132,8 +132,8 @@ def run(arguments: argparse.Namespace) -> None:
     drafters, trees = drafting.engine_speculation(arguments, sampled, "without --temperature")
     if not arguments.drafter and drafters and drafters.text != drafting.SERVED:
         print(f"drafter {drafters.text}; --drafter none turns it off", file=sys.stderr)
-    given = arg_utils.given(arguments, magicjax.SamplingParams)
-    params = magicjax.SamplingParams(**given | {"max_tokens": None})  # the engine has the limit
+    settings = arg_utils.settings_from(arguments, magicjax.SamplingParams)
+    params = magicjax.SamplingParams(**settings | {"max_tokens": None})  # the engine has the limit
     dtype = model_options.default_dtype(arguments.backend)
     target = model_options.unloaded_target(arguments, source, dtype)
     shortest = [*_first_messages(arguments), {"role": "user", "content": "a"}]
@@ -189,7 +189,7 @@ def _engine_config(
         adaptive=adaptive,
         rounds_per_step=1,  # text appears after every round
         logits_processors=True,
-        **arg_utils.given(arguments, magicjax.EngineConfig),
+        **arg_utils.settings_from(arguments, magicjax.EngineConfig),
     )
 
 

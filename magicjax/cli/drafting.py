@@ -222,29 +222,29 @@ def resolve_sampling(arguments: argparse.Namespace, target: Source) -> None:
     arg_utils.check_effects(
         arguments, [(name, samples, "without --temperature") for name in FILTERS]
     )
-    asked = target.sampling_defaults if arguments.do_sample else {}
-    if unsupported := sorted(set(asked) - set(options_of(magicjax.SamplingParams))):
+    defaults = target.sampling_defaults if arguments.do_sample else {}
+    if unsupported := sorted(set(defaults) - set(options_of(magicjax.SamplingParams))):
         raise ValueError(
             f"--do-sample: generation_config.json asks for {', '.join(unsupported)}, which is not "
             "supported: pass --temperature and other options of sampling instead"
         )
-    if arguments.do_sample and not asked:
+    if arguments.do_sample and not defaults:
         raise ValueError(
             "--do-sample: the target has no generation_config.json that asks for sampling: pass "
             "--temperature instead"
         )
-    for name, value in {"temperature": 0.0, **asked}.items():
+    for name, value in {"temperature": 0.0, **defaults}.items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
 
 
 def show_sampling_defaults(arguments: argparse.Namespace, target: Source) -> None:
     """Says on stderr if the target's files ask for sampling, and decoding is greedy."""
-    asked = {} if arguments.temperature else target.sampling_defaults
-    if not asked:
+    defaults = {} if arguments.temperature else target.sampling_defaults
+    if not defaults:
         return
-    values = ", ".join(f"{key} {value:g}" for key, value in asked.items())
-    unsupported = ", ".join(sorted(set(asked) - set(options_of(magicjax.SamplingParams))))
+    values = ", ".join(f"{key} {value:g}" for key, value in defaults.items())
+    unsupported = ", ".join(sorted(set(defaults) - set(options_of(magicjax.SamplingParams))))
     how = f"{unsupported}: not supported" if unsupported else "--do-sample"
     print(
         f"greedy decoding; the model's generation_config.json asks for {values} ({how})",

@@ -238,8 +238,8 @@ def _generate(
     target = model_options.unloaded_target(arguments, source)
     drafter, tree = speculation(arguments)
     drafting.show_sampling_defaults(arguments, source)
-    given = arg_utils.given(arguments, magicjax.SamplingParams)
-    params = magicjax.SamplingParams(**given, grammar=_grammar(arguments))
+    settings = arg_utils.settings_from(arguments, magicjax.SamplingParams)
+    params = magicjax.SamplingParams(**settings, grammar=_grammar(arguments))
     prompts = token_ids(target, [_prompt(arguments)])
     rounds = magicjax.stream(
         target,

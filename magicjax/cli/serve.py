@@ -222,16 +222,16 @@ def engine_config(
     """Returns the configuration of the engine that the options describe."""
     features: Any = dict(grammars=True, logits_processors=True, logprobs=MAX_ALTERNATIVES)
     limit = target.config.max_positions  # the engine uses at most capacity - 1
-    asked = {"max_tokens": limit} | arg_utils.given(arguments, magicjax.EngineConfig)
+    settings = {"max_tokens": limit} | arg_utils.settings_from(arguments, magicjax.EngineConfig)
     return magicjax.EngineConfig(
-        sampling=not arguments.greedy, adaptive=adaptive, **features, **asked
+        sampling=not arguments.greedy, adaptive=adaptive, **features, **settings
     )
 
 
 def _server_config(arguments: argparse.Namespace) -> ServerConfig:
     """Returns the configuration of the server; raises ValueError for invalid options."""
     check_number("port", arguments.port, ge=0, le=2**16 - 1)
-    made = ServerConfig(**arg_utils.given(arguments, ServerConfig))
+    made = ServerConfig(**arg_utils.settings_from(arguments, ServerConfig))
     for origin in made.cors_origins:
         if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
             raise OptionError(

@@ -143,14 +143,14 @@ class Decoder:
     def insert(self, state: DecodeState, row: DecodeState, slot: int) -> DecodeState:
         """Returns the state with a row replaced; `row` is not donated."""
         request, index = self.request, _scalar(slot, state.rounds.sharding)
-        arguments = request.target, request.drafter, state, row, index
-        return self._run("insert", request.settings, *arguments)
+        return self._run(
+            "insert", request.settings, request.target, request.drafter, state, row, index
+        )
 
     def extract(self, state: DecodeState, slot: int) -> tuple[KVCache, Any]:
         """Returns the target's cache and the drafter's state of one row; donates nothing."""
         request, index = self.request, _scalar(slot, state.rounds.sharding)
-        arguments = request.target, request.drafter, state, index
-        return self._run("extract", request.settings, *arguments)
+        return self._run("extract", request.settings, request.target, request.drafter, state, index)
 
     def decode(
         self,

@@ -53,8 +53,9 @@ def verify(
     scores: loop.Scored = scored.unpack()
     logits = masking.mask(scores.logits, allowed, target.config.vocab_size, target.split.axes)
     scores = scores.replace(logits=logits)  # type: ignore[attr-defined]
-    begun = _part(settings, state), proposed.unpack(), scores
-    part = loop.verify_and_commit(settings, target, drafter, *begun)
+    part = loop.verify_and_commit(
+        settings, target, drafter, _part(settings, state), proposed.unpack(), scores
+    )
     return part if settings.rows is None else slots.with_first_rows(state, part)
 
 

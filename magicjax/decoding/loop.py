@@ -135,8 +135,9 @@ def prefill(
     Given a cache of the first tokens of each row, only the other tokens are computed. Inputs of
     layers can be those of earlier calls, to which these tokens are added.
     """
-    begun = settings.stats_spec, cache, layer_inputs
-    cache, last, stats = prefill_cache(target, rows.tokens, rows.lengths, settings, *begun)
+    cache, last, stats = prefill_cache(
+        target, rows.tokens, rows.lengths, settings, settings.stats_spec, cache, layer_inputs
+    )
     return cache, _prefilled(settings, target, last, rows, stats)
 
 
@@ -237,8 +238,8 @@ def _prefilled(
         root = jnp.full_like(rows.lengths, logits_processor.NO_TOKEN)[:, None]
         emitted = jnp.zeros_like(rows.lengths)
         at = root, token_tree.ROOT_ONLY.array, emitted
-        ends = rows.eos, axis_names
-        logits = logits_processor.process(processor, logits[:, None], *at, *ends)[:, 0]
+        logits = logits_processor.process(processor, logits[:, None], *at, rows.eos, axis_names)
+        logits = logits[:, 0]
     if rows.allowed is not None:
         logits = masking.mask(logits, rows.allowed, target.config.vocab_size, axis_names)
     if processor is not None:
@@ -274,8 +275,10 @@ def propose(
         if drafter is None:
             proposal, draft = Proposal(state.pending[:, None], token_tree.ROOT_ONLY.array), None
         else:
-            given = state.pending, _live_cache(state), _live_sampling(state), settings
-            proposed = drafter.propose(target, state.drafter, *given)
+            cache, sampling = _live_cache(state), _live_sampling(state)
+            proposed = drafter.propose(
+                target, state.drafter, state.pending, cache, sampling, settings
+            )
             proposal, draft = _validated_proposal(proposed, type(drafter).__name__, state)
             proposal = proposal.in_vocabulary(state.pending, target.config.vocab_size)
         decision = target.layout.broadcast_decision((proposal.tokens, proposal.parents))
@@ -305,8 +308,9 @@ def score(
         scored = proposal.tokens
         if target.empty_token is not None:
             scored = jnp.where(live, scored, target.empty_token)
-        to = _live_cache(state), mask, settings.backend, spec.rounds
-        attend = AttendTo(*to, positions=positions, live=live)
+        attend = AttendTo(
+            _live_cache(state), mask, settings.backend, spec.rounds, positions=positions, live=live
+        )
         hidden, aux, inputs = target(scored, positions, attend, spec.layer_inputs)
         kv, queries = zip(*aux, strict=True)
         logits = target.unembed(hidden)
@@ -355,8 +359,9 @@ def verify_and_commit(
         of_nodes = scored.kv, scored.queries, scored.layer_inputs
         outcome = RoundOutcome(result.path, committed, *of_nodes, cache, settings.backend)
         if drafter is not None:
-            begun = state.drafter, proposed.draft, proposal
-            drafter_state = commit_checked(drafter, target, *begun, outcome)
+            drafter_state = commit_checked(
+                drafter, target, state.drafter, proposed.draft, proposal, outcome
+            )
             state = dataclasses.replace(state, drafter=drafter_state)
         state = _count(state, proposal, result)
         state = _emit(dataclasses.replace(state, cache=cache), tokens, logprobs, committed, ended)

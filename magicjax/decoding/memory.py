@@ -116,8 +116,9 @@ def count(request: Request, rows: int | None = None, capacity: int | None = None
     rows = rows or len(request.prompts)
     if not settings.replicated_rows:
         rows = -(-rows // settings.groups)
-    shape = rows, capacity or settings.capacity
-    return footprint.of_models(request.target, request.drafter, *shape, settings.mesh)
+    return footprint.of_models(
+        request.target, request.drafter, rows, capacity or settings.capacity, settings.mesh
+    )
 
 
 def describe(request: Request) -> str:

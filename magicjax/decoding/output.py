@@ -233,8 +233,8 @@ def output_of(
     for text in texts:
         if not text.ended:
             text.finish("cancelled")
-    asked = any(params.prompt_logprobs is not None for params in request.params)
-    of_prompts = decoder.prompt_logprobs() if asked else [None] * len(texts)
+    wants_logprobs = any(params.prompt_logprobs is not None for params in request.params)
+    of_prompts = decoder.prompt_logprobs() if wants_logprobs else [None] * len(texts)
     counters = state.emitted, state.histogram, state.ranks, state.nodes
     emitted, histogram, ranks, nodes = global_arrays.fetch(counters)
     by_request = by_row(emitted, histogram, ranks, nodes, calls)

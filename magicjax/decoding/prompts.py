@@ -61,8 +61,8 @@ def token_ids(target: Model, prompts: Sequence[Any]) -> list[Int[np.ndarray, "T"
         not support.
     """
     rows = [_validated_ids(target, i, _ids(target, i, prompt)) for i, prompt in enumerate(prompts)]
-    given = {i: row for i, row in enumerate(rows) if not _is_text(prompts[i])}
-    _check_padding(target, given)
+    token_prompts = {i: row for i, row in enumerate(rows) if not _is_text(prompts[i])}
+    _check_padding(target, token_prompts)
     return rows
 
 

@@ -77,5 +77,4 @@ class Request:
     @property
     def kv_bytes(self) -> tuple[int, int]:
         """Bytes of the KV caches of (target, drafter); nothing is allocated."""
-        shape = len(self.prompts), self.settings.capacity
-        return kv_bytes(self.target, self.drafter, *shape)
+        return kv_bytes(self.target, self.drafter, len(self.prompts), self.settings.capacity)

@@ -109,8 +109,9 @@ def rows_of(
     if features.sequences is not None:
         pairs = zip(prompts, params, strict=True)
         budgets = [thinking_budget(target, prompt.tolist(), each) for prompt, each in pairs]
-        given = sequences, budgets, target.config.vocab_size, features.sequences
-        processor = logits_processor.rows_of(params, prompts, *given)
+        processor = logits_processor.rows_of(
+            params, prompts, sequences, budgets, target.config.vocab_size, features.sequences
+        )
     return Rows(
         tokens=tokens,
         lengths=np.array([len(ids) for ids in prompts], np.int32),

@@ -252,12 +252,12 @@ def _token_id(name: str, value: Any) -> int:
 def check_token_ids(target: Model, params: SamplingParams) -> None:
     """Raises ValueError if tokens of the parameters are outside of the vocabulary."""
     vocab = target.config.vocab_size
-    for name, given in (
+    for name, tokens in (
         ("logit_bias", dict(params.logit_bias)),
         ("allowed_token_ids", params.allowed_token_ids or ()),
         ("stop_token_ids", params.stop_token_ids),
     ):
-        if (ids := [*given]) and max(ids) >= vocab:
+        if (ids := [*tokens]) and max(ids) >= vocab:
             raise OptionError(
                 f"{{}} has the token {max(ids)}, and the vocabulary has {vocab}: use tokens from 0 "
                 f"to {vocab - 1}",
@@ -315,8 +315,8 @@ def validated_logprobs(target: Model, params: Sequence[SamplingParams]) -> int |
     """Returns the most alternatives that a row asks for; None if no row has log-probabilities."""
 
     def most(name: str) -> int | None:
-        asked = (getattr(each, name) for each in params)
-        count = max((x for x in asked if x is not None), default=None)
+        counts = (getattr(each, name) for each in params)
+        count = max((x for x in counts if x is not None), default=None)
         if count is not None and count > target.config.vocab_size:
             vocab = target.config.vocab_size
             raise OptionError(

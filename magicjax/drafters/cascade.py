@@ -401,8 +401,9 @@ class Cascade(Drafter):
         mask = see_backlog(before, jnp.broadcast_to(mask, (rows, nodes, nodes)))
         positions = position[:, None] + token_tree.depths(proposal.parents)
         positions = jnp.broadcast_to(positions, proposal.tokens.shape)
-        to = context.cache, chain.kv, jnp.arange(nodes), mask, context.backend
-        attend = AttendLevel(*to, positions=positions)
+        attend = AttendLevel(
+            context.cache, chain.kv, jnp.arange(nodes), mask, context.backend, positions=positions
+        )
         layers = self.first.stats_spec().layer_inputs
         hidden, kv, layer_inputs = context.model(proposal.tokens, positions, attend, layers)
         return context.model.unembed(hidden), kv, layer_inputs

@@ -168,8 +168,9 @@ class DraftContext:
                 tokens = jnp.where(live, tokens, self.model.empty_token)
             return self.model(tokens, positions, attend)[:2]
         x = embed_for(self.model, self.target, tokens, positions)
-        arguments = x, features, positions, attend
-        return self.model.module.apply(self.model.params, *arguments, method="decode")
+        return self.model.module.apply(
+            self.model.params, x, features, positions, attend, method="decode"
+        )
 
 
 def embed_for(

@@ -89,8 +89,9 @@ def draft_dynamic_tree(context: DraftContext, tree: DynamicTree) -> tuple[Propos
         mask = see_backlog(context.backlog, mask)
         tokens = jnp.take_along_axis(candidates.tokens, chosen, 1)
         positions = jnp.broadcast_to(context.root_position[:, None] + depth, tokens.shape)
-        to = context.cache, drafted, entry, mask, context.backend
-        attend = AttendLevel(*to, positions=positions)
+        attend = AttendLevel(
+            context.cache, drafted, entry, mask, context.backend, positions=positions
+        )
         rows = jnp.arange(batch)[:, None]
         features = None if outputs is None else outputs[rows, parent]
         live = jnp.broadcast_to(runs[:, None], tokens.shape)

@@ -104,8 +104,8 @@ class Eagle(Drafter):
         if not isinstance(self.model, Model) or not isinstance(
             self.model.config, models.EagleConfig
         ):
-            given = self.model
-            name = repr(given.name) if isinstance(given, Model) else type(given).__name__
+            head = self.model
+            name = repr(head.name) if isinstance(head, Model) else type(head).__name__
             raise TypeError(
                 f"Eagle needs the EAGLE-3 head that magicjax.load returns, not {name}; "
                 "a model that drafts alone is SmallModel"
@@ -183,8 +183,9 @@ class Eagle(Drafter):
     ) -> tuple[Array, Array]:
         """Returns keys and values of tokens, given the features of the tokens before them."""
         x = embed_for(self.model, target, tokens, positions)
-        arguments = x, features, positions
-        return self.model.module.apply(self.model.params, *arguments, method="keys_values")
+        return self.model.module.apply(
+            self.model.params, x, features, positions, method="keys_values"
+        )
 
     def prefill(
         self,

@@ -113,8 +113,7 @@ def agreement(head: Model, target: Model, tokens: jax.Array) -> jax.Array:
     mask = jnp.tril(jnp.ones((length - 1, length - 1), bool))
 
     attend = AttendTo(full_cache.empty(head, 1, 64), mask, None, positions=positions)
-    arguments = x, feature, positions, attend
-    hidden, _ = head.module.apply(head.params, *arguments, method="decode")
+    hidden, _ = head.module.apply(head.params, x, feature, positions, attend, method="decode")
     return (head.unembed(hidden).argmax(-1) == chosen[:, 1:]).mean()
 
 

@@ -60,15 +60,15 @@ class Ensemble(Drafter):
             raise ValueError(f"{len(self.trees)} trees for {count} drafters: give one for each")
 
     def with_trees(
-        self, tree: Tree, others: tuple[Tree, ...] | None = None
+        self, tree: Tree, member_trees: tuple[Tree, ...] | None = None
     ) -> list[tuple[Drafter, Tree]]:
         """Returns each drafter and its tree.
 
         Args:
           tree: the tree of members without trees of their own.
-          others: trees of all members; None: their own.
+          member_trees: trees of all members; None: their own.
         """
-        trees = others or self.trees or (tree,) * len(self.drafters)
+        trees = member_trees or self.trees or (tree,) * len(self.drafters)
         return list(zip(self.drafters, trees, strict=True))
 
     def check(self, target: Model, tree: Tree, depth: int, context: int) -> None:

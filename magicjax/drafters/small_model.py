@@ -275,8 +275,9 @@ class SmallModel(Drafter):
     ) -> tuple[KVCache | DraftCache, SinkKeys | None]:
         model, sparse, begun = self.model, self.sparse, None
         if sparse is not None and self._moves_sinks:
-            size = sparse.num_pinned, sparse.ring
-            return prefill_sliding_window(model, tokens, lengths, settings, *size)
+            return prefill_sliding_window(
+                model, tokens, lengths, settings, sparse.num_pinned, sparse.ring
+            )
         if previous is not None:
             begun = full_cache.empty(model, tokens.shape[0], settings.capacity)
             # A sparse cache has dropped entries that the policy may choose for the longer text.

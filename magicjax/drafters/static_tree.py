@@ -73,8 +73,9 @@ def draft_static_tree(context: DraftContext, tree: TokenTree) -> tuple[Proposal,
         entries = jnp.where(level < n, level, size)  # padding is dropped
         tokens = jnp.take(nodes.tokens, level, axis=1, mode="clip")
         positions = context.root_position[:, None] + node_depths[level]
-        to = context.cache, drafted, entries, mask, context.backend
-        attend = AttendLevel(*to, positions=positions)
+        attend = AttendLevel(
+            context.cache, drafted, entries, mask, context.backend, positions=positions
+        )
         features = outputs[:, parent_of[level]] if is_head else None
         live = jnp.broadcast_to(level < n, tokens.shape)
         hidden, drafted = context.run(tokens, positions, attend, features, live)

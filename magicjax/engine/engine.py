@@ -286,8 +286,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counts and times so far."""
         kv_bytes, probes = self._setup.kv_bytes, self._controller.probes
-        stores = self._scheduler, self._prefixes
-        return self._counters.stats(*stores, self._clock, kv_bytes, probes)
+        return self._counters.stats(self._scheduler, self._prefixes, self._clock, kv_bytes, probes)
 
     @property
     def unfinished(self) -> list[Handle]:
@@ -338,8 +337,8 @@ class Engine:
         self._stall.count_rounds(rounds, seconds)
         chunk = self._setup.prefill_rule.chunk
         self._scheduler.limit_prefill(self._stall.prompt_tokens(rounds, chunk))
-        asked = any(handle.text.params.logprobs is not None for handle in running.values())
-        logprobs = global_arrays.fetch(s.logprobs) if asked else None
+        wants_logprobs = any(handle.text.params.logprobs is not None for handle in running.values())
+        logprobs = global_arrays.fetch(s.logprobs) if wants_logprobs else None
         self._counters.rounds_by_arm[controller.arm] += rounds
         self._controller = controller.counted(histogram, rounds, seconds, simulated)
         self._ended = ended.copy()
@@ -351,8 +350,9 @@ class Engine:
 
     def _decoder(self, arm: Arm, rows: int) -> Decoder:
         """Returns the decoder of an arm for the first slots, one of `_batch_sizes`."""
-        own = self._clock, self._programs[arm, rows]
-        return speculation.decoder(self._setup.slots, self._loops[arm], rows, *own)
+        return speculation.decoder(
+            self._setup.slots, self._loops[arm], rows, self._clock, self._programs[arm, rows]
+        )
 
     def _row(self, request: Request) -> Decoder:
         """Returns the decoder of a request of one row."""
@@ -421,8 +421,8 @@ class Engine:
         """Returns whether to disable speculation for a request, given the others until it ends."""
         running, prefilling = self._scheduler.running, self._scheduler.prefilling
         live = {slot: one.text.lengths for slot, one in running.items()}
-        others = (one for one, _ in prefilling if one is not handle)
-        coming = itertools.chain([handle], others, self._scheduler.waiting)
+        prefilling_others = (one for one, _ in prefilling if one is not handle)
+        coming = itertools.chain([handle], prefilling_others, self._scheduler.waiting)
         free = (slot for slot in range(self.config.slots) if slot not in running)
         joining = dict(zip(free, (one.text.lengths for one in coming), strict=False))
         return self._controller.would_disable(live, joining)

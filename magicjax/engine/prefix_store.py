@@ -248,8 +248,9 @@ def make_store(setup: EngineSetup) -> PrefixStore:
         return PrefixStore(entries * entry_bytes, entry_bytes, min_shared, recomputed=recomputed)
     shapes = _with_shardings(setup)
     _check_host_bytes(config.host_prefix_bytes, shapes)
-    sizes = entries * entry_bytes, entry_bytes, min_shared, config.host_prefix_bytes
-    return PrefixStore(*sizes, shapes, recomputed)
+    return PrefixStore(
+        entries * entry_bytes, entry_bytes, min_shared, config.host_prefix_bytes, shapes, recomputed
+    )
 
 
 def _with_shardings(setup: EngineSetup) -> Any:

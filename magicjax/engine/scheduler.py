@@ -247,9 +247,9 @@ class Scheduler[Handle: QueuedRequest]:
         return None
 
     def _remove_prefilling(self, handle: Handle) -> bool:
-        others = [pair for pair in self.prefilling if pair[0] is not handle]
-        removed = len(others) < len(self.prefilling)
-        self.prefilling = collections.deque(others)
+        remaining = [pair for pair in self.prefilling if pair[0] is not handle]
+        removed = len(remaining) < len(self.prefilling)
+        self.prefilling = collections.deque(remaining)
         return removed
 
 

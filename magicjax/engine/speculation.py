@@ -55,13 +55,13 @@ def loops(request: Request, adaptive: bool) -> dict[Arm, Settings]:
         settings_of_arms = [_with_tree(request, tree) for tree in trees_of_arms]
         arms = {Arm(names[0], each.shape.depth): each for each in settings_of_arms}
         return {PLAIN: _with_tree(request, ROOT_ONLY)} | arms
-    own = [tree for _, tree in drafter.with_trees(settings.tree)]
-    trees: dict[Arm, list[Tree]] = {PLAIN: [ROOT_ONLY] * len(own)}
+    member_trees = [tree for _, tree in drafter.with_trees(settings.tree)]
+    trees: dict[Arm, list[Tree]] = {PLAIN: [ROOT_ONLY] * len(member_trees)}
     for i, name in enumerate(names):
-        for tree in _depths(own[i]):
+        for tree in _depths(member_trees[i]):
             arm = Arm(name, drafter.drafters[i].shape(tree).depth)
-            trees[arm] = [tree if j == i else ROOT_ONLY for j in range(len(own))]
-    trees[whole] = own
+            trees[arm] = [tree if j == i else ROOT_ONLY for j in range(len(member_trees))]
+    trees[whole] = member_trees
     return {
         arm: settings.with_member_trees(
             tuple(each), drafter.shape_of(list(zip(drafter.drafters, each, strict=True)))

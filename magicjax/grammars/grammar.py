@@ -136,12 +136,12 @@ def inline(schema: Mapping[str, Any] | bool) -> str:
     """Returns a JSON schema as a part of a Lark grammar."""
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
-    given = schema.get("x-guidance", {})
-    if not isinstance(given, Mapping) or given.keys() - SPACING:
+    guidance = schema.get("x-guidance", {})
+    if not isinstance(guidance, Mapping) or guidance.keys() - SPACING:
         raise ValueError(
-            f"x-guidance={json.dumps(given)}: it must be an object of {', '.join(SPACING)}"
+            f"x-guidance={json.dumps(guidance)}: it must be an object of {', '.join(SPACING)}"
         )
-    options = dict(given)
+    options = dict(guidance)
     if "whitespace_flexible" not in options:
         options.setdefault("whitespace_pattern", SPACE)
     return f"%json {json.dumps(dict(schema) | {'x-guidance': options})}"

@@ -122,8 +122,9 @@ class Offloaded(Layout):
             return attention
 
         def run_layer(x, layer, weights):
-            arguments = x, positions, attend_any(layer), slides[layer]
-            out, aux = block.apply({"params": weights}, *arguments)
+            out, aux = block.apply(
+                {"params": weights}, x, positions, attend_any(layer), slides[layer]
+            )
             return out, (aux, x if layer_inputs else None)
 
         x = module.apply(params, tokens, positions, method="embed")
@@ -167,8 +168,9 @@ class Pipelined(Layout):
                 row_attend = attend.rows(first, rows)  # type: ignore[attr-defined]
             aux, inputs = [], [x]
             for layer in range(layers):
-                arguments = x, row_positions, row_attend, layer
-                x, layer_aux = module.apply(params, *arguments, method="block")
+                x, layer_aux = module.apply(
+                    params, x, row_positions, row_attend, layer, method="block"
+                )
                 aux.append(layer_aux)
                 inputs.append(x)
             return x, (tuple(aux), [inputs[layer - owner * layers] for layer, owner in owners])

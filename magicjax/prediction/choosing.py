@@ -341,8 +341,8 @@ def upper_bounds(
         devices = 1 if settings.mesh is None else settings.mesh.size
         machine = cost_model.Machine(device, settings.groups, devices // settings.groups)
         context = int(np.mean([len(prompt) for prompt in request.prompts]))
-        where = machine, len(request.prompts), context
-        return planner.predictions(sizes, candidate, *where)[0].speedup
+        batch = len(request.prompts)
+        return planner.predictions(sizes, candidate, machine, batch, context)[0].speedup
 
     return bound
 
@@ -380,8 +380,8 @@ def choose(candidates: Candidates) -> tuple[Choice, Decoder, PrefilledPrompts, f
         name, tree = next(iter(timed))
         drafter, times = decoders[name].request.drafter, {}
         if _is_chain(tree) and not isinstance(drafter, Ensemble):
-            own = {t.depth: s for (n, t), s in seconds_of.items() if n == name and _is_chain(t)}
-            times = dict(sorted({0: plain_s, **own}.items()))
+            round_s = {t.depth: s for (n, t), s in seconds_of.items() if n == name and _is_chain(t)}
+            times = dict(sorted({0: plain_s, **round_s}.items()))
         choice = dataclasses.replace(choice, drafter=drafter, tree=tree, times=times)
     logger.info("%s", choice)
     seconds = time.perf_counter() - program_cache.totals()[1] - begin
@@ -407,9 +407,9 @@ def _placed(candidates: Candidates) -> tuple[Decoder, dict[str, Decoder]]:
     shape = TreeShape(*map(max, zip(*(each.shape for each in every), strict=True)))
 
     def decoder(request: Request) -> Decoder:
-        own = dataclasses.replace(request.settings, capacity=capacity)
-        largest = dataclasses.replace(own, shape=shape)
-        return Decoder(dataclasses.replace(request, settings=largest), own)
+        settings = dataclasses.replace(request.settings, capacity=capacity)
+        largest = dataclasses.replace(settings, shape=shape)
+        return Decoder(dataclasses.replace(request, settings=largest), settings)
 
     return decoder(plain), {name: decoder(each) for name, each in requests.items()}
 

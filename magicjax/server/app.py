@@ -104,11 +104,11 @@ class _Routes:
         """Returns the handler for requests with the key."""
 
         async def authorized(request: Request) -> Response:
-            scheme, _, given = request.headers.get("authorization", "").partition(" ")
+            scheme, _, token = request.headers.get("authorization", "").partition(" ")
             key = self._config.api_key
             if key is not None and not (
                 scheme.lower() == "bearer"
-                and hmac.compare_digest(given.strip().encode(), key.encode())
+                and hmac.compare_digest(token.strip().encode(), key.encode())
             ):
                 raise ApiError(
                     401,

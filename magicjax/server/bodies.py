@@ -90,8 +90,8 @@ class ResponseFormat(_Object):
 
     @pydantic.model_validator(mode="after")
     def _check(self) -> "ResponseFormat":
-        given = {"json_schema": self.json_schema, "regex": self.regex, "lark": self.lark}
-        if any((value is not None) != (name == self.type) for name, value in given.items()):
+        by_type = {"json_schema": self.json_schema, "regex": self.regex, "lark": self.lark}
+        if any((value is not None) != (name == self.type) for name, value in by_type.items()):
             raise ValueError
         return self
 
@@ -272,12 +272,12 @@ def parse_completion(value: Any) -> CompletionBody:
 
 def parse_chat(value: Any) -> ChatBody:
     """Returns a valid body of /v1/chat/completions; raises ApiError (400)."""
-    if isinstance(value, dict) and isinstance(given := value.get("messages"), list):
+    if isinstance(value, dict) and isinstance(items := value.get("messages"), list):
         messages = [
             _without_neutral(message, NEUTRAL_MESSAGE, f"messages[{i}].")
             if isinstance(message, dict)
             else message
-            for i, message in enumerate(given)
+            for i, message in enumerate(items)
         ]
         value = value | {"messages": messages}
     return _parse(ChatBody, value, NEUTRAL_CHAT)

@@ -252,11 +252,11 @@ def _validated_samples(body: CompletionBody | ChatBody, prompts: int, config: En
     """Returns the number of samples of each prompt."""
     n = body.n or 1
     if prompts * n > config.queue_limit:
-        asked = f"{prompts} prompts with n={n} are" if prompts > 1 else f"n={n} is"
+        requests = f"{prompts} prompts with n={n} are" if prompts > 1 else f"n={n} is"
         raise ApiError(
             400,
-            f"{asked} {prompts * n} requests, and the queue holds {config.queue_limit}: send fewer "
-            "at once",
+            f"{requests} {prompts * n} requests, and the queue holds {config.queue_limit}: send "
+            "fewer at once",
             param="prompt" if prompts > 1 else "n",
         )
     return n
@@ -288,10 +288,12 @@ def _params(
     grammar = _grammar(body, config)
     if tools is not None:
         grammar = _grammar_of_tools(tools, grammar, body, config)
-    given: dict[str, Any] = {name: getattr(body, name, None) for name in options_of(SamplingParams)}
-    given = {name: value for name, value in given.items() if value is not None}
-    given.setdefault("temperature", 1.0 if config.sampling else 0.0)
-    given |= {
+    values: dict[str, Any] = {
+        name: getattr(body, name, None) for name in options_of(SamplingParams)
+    }
+    values = {name: value for name, value in values.items() if value is not None}
+    values.setdefault("temperature", 1.0 if config.sampling else 0.0)
+    values |= {
         "logit_bias": _bias(body.logit_bias or {}),
         "seed": secrets.randbits(32) if body.seed is None else body.seed,
         "max_tokens": limit,
@@ -300,37 +302,37 @@ def _params(
         "prompt_logprobs": prompt_logprobs,
     }
     try:
-        params = SamplingParams(**given)
+        params = SamplingParams(**values)
         config.check_params(params)
     except (ValueError, TypeError) as error:
         raise refused(error, fields) from error
     return params
 
 
-def _bias(given: Mapping[str, float]) -> dict[int, float]:
+def _bias(biases: Mapping[str, float]) -> dict[int, float]:
     """Returns the bias of tokens, whose ids JSON has as names."""
-    if wrong := next((name for name in given if not name.isdecimal()), None):
+    if wrong := next((name for name in biases if not name.isdecimal()), None):
         raise ApiError(
             400,
             f"logit_bias has the name {wrong[:60]!r}: it must be a token id",
             param="logit_bias",
         )
-    return {int(name): value for name, value in given.items()}
+    return {int(name): value for name, value in biases.items()}
 
 
 def _grammar(body: CompletionBody | ChatBody, config: EngineConfig) -> Grammar | None:
     """Returns the grammar of a request."""
-    given = body.response_format
-    if given is None or given.type == "text":
+    response_format = body.response_format
+    if response_format is None or response_format.type == "text":
         return None
     _check_grammars(config, "response_format")
     try:
-        if given.json_schema is not None:
-            return Grammar.json_schema(given.json_schema.definition, untrusted=True)
-        if given.regex is not None:
-            return Grammar.regex(given.regex, untrusted=True)
-        if given.lark is not None:
-            return Grammar.lark(given.lark, untrusted=True)
+        if response_format.json_schema is not None:
+            return Grammar.json_schema(response_format.json_schema.definition, untrusted=True)
+        if response_format.regex is not None:
+            return Grammar.regex(response_format.regex, untrusted=True)
+        if response_format.lark is not None:
+            return Grammar.lark(response_format.lark, untrusted=True)
         return Grammar.json_object()
     except (ValueError, TypeError, ImportError) as error:
         raise ApiError(400, str(error), param="response_format") from error

@@ -202,9 +202,9 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         fields: dict[str, Any] = dict(role=role, content=message.text)
         if role == "developer":
             fields["role"] = "system"
-        for given in ("name", "reasoning_content"):
-            if (value := getattr(message, given)) is not None:
-                fields[given] = value
+        for name in ("name", "reasoning_content"):
+            if (value := getattr(message, name)) is not None:
+                fields[name] = value
         if message.content is None and not message.tool_calls:
             _refuse(f"{where} has no content: it must be a text, or parts of type text", "messages")
         if message.tool_calls:
@@ -380,8 +380,8 @@ def message(deltas: Sequence[Delta]) -> dict[str, Any]:
         content += delta.get("content", "")
         for call in delta.get("tool_calls", ()):
             if "id" in call:
-                given = {name: value for name, value in call.items() if name != "index"}
-                calls.append(given | {"function": dict(call["function"])})
+                fields = {name: value for name, value in call.items() if name != "index"}
+                calls.append(fields | {"function": dict(call["function"])})
             else:
                 calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
     made: dict[str, Any] = {"role": "assistant", "content": content or None}

@@ -118,8 +118,9 @@ def attend(
     XLA. With `interpreted` the kernel runs in Pallas's interpreter, on any device, for tests.
     """
     if seen_from is not None or softcap is not None:
-        options = first_row, seen_from, softcap
-        return xla.attend(q, k_prefix, v_prefix, lengths, k_new, v_new, mask, *options)
+        return xla.attend(
+            q, k_prefix, v_prefix, lengths, k_new, v_new, mask, first_row, seen_from, softcap
+        )
     from pallas_kernels.mosaic_gpu.hopper import flash  # the import takes half a second
 
     batch, length, heads, size = q.shape

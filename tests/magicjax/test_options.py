@@ -80,7 +80,7 @@ def test_numbers_that_float32_lacks_are_errors():
 def parsed(*words: str) -> dict:
     parser = argparse.ArgumentParser()
     arg_utils.add_settings(parser, Baking, layers=dict(metavar="N"))
-    return arg_utils.given(parser.parse_args(words), Baking)
+    return arg_utils.settings_from(parser.parse_args(words), Baking)
 
 
 def test_settings_are_options():

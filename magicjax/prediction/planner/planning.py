@@ -169,8 +169,9 @@ def cost_of(
 ) -> RoundCost:
     """Returns the cost of a candidate's round."""
     width = tree.levels.shape[1]
-    size = tree.num_nodes, tree.depth, width
-    return round_cost(target, candidate.draft, machine, batch, context, *size)
+    return round_cost(
+        target, candidate.draft, machine, batch, context, tree.num_nodes, tree.depth, width
+    )
 
 
 @functools.lru_cache(maxsize=256)

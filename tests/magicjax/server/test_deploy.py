@@ -9,7 +9,7 @@ import shlex
 import yaml
 
 from magicjax.cli import main
-from magicjax.cli.arg_utils import given
+from magicjax.cli.arg_utils import settings_from
 from magicjax.cli.serve import API_KEY
 from magicjax.server.config import ServerConfig
 from magicjax.server.run import FLUSH_S
@@ -32,7 +32,7 @@ def test_the_image_serves_on_its_port():
     assert arguments.host == "0.0.0.0" and f"EXPOSE {arguments.port}\n" in text
     assert f"http://127.0.0.1:{arguments.port}/health" in text
     stop_s = int(re.search(r"--stop-timeout (\d+)", (DEPLOY / "README.md").read_text())[1])
-    server_config = ServerConfig(**given(arguments, ServerConfig))
+    server_config = ServerConfig(**settings_from(arguments, ServerConfig))
     assert stop_s > server_config.drain_s + FLUSH_S
 
 
