@@ -280,11 +280,11 @@ def _launch(
     on_gpu = bool(launchers.gpus())
     devices = 0 if in_process else _use_only_cpu(whole.cells)
     record = experiment.impossible == "record"
-    whole.invalid = preflight.check_models(whole.groups, record)
+    whole.invalid = preflight.model_problems(whole.groups, record)
     whole.too_large = _too_large(whole, on_gpu and not in_process)
     failing = whole.invalid.keys() | whole.too_large
     left = [[c for c in group if c not in failing] for group in whole.groups]
-    whole.invalid |= preflight.check([*filter(None, left)], record)
+    whole.invalid |= preflight.cell_problems([*filter(None, left)], record)
     known = {
         cell: estimates.of(cell, on_gpu, chooses=cell is group[0])
         for group in whole.groups

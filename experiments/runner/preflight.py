@@ -37,7 +37,7 @@ def unloaded(source: str, dtype: str = "float32", **options: Any) -> Model:
     return skeleton(_source(source), dtype, **options)
 
 
-def check_models(groups: Groups, record: bool = False) -> dict[grid.Cell, str]:
+def model_problems(groups: Groups, record: bool = False) -> dict[grid.Cell, str]:
     """Returns the cells with a model that cannot be loaded, with the reasons, if `record`.
 
     A model is looked for once for each drafter that uses it: it may be a download.
@@ -61,7 +61,7 @@ def check_models(groups: Groups, record: bool = False) -> dict[grid.Cell, str]:
     )
 
 
-def check(groups: Groups, record: bool = False) -> dict[grid.Cell, str]:
+def cell_problems(groups: Groups, record: bool = False) -> dict[grid.Cell, str]:
     """Returns the cells that cannot run although their models can, with the reasons, if `record`.
 
     Raises:
@@ -74,7 +74,7 @@ def check(groups: Groups, record: bool = False) -> dict[grid.Cell, str]:
     }
     if not failing or record:
         left = [group for group in groups if group[0] not in failing]
-        failing |= {cell: text for group in left for cell, text in _check_group(group).items()}
+        failing |= {cell: text for group in left for cell, text in _group_problems(group).items()}
     return _recorded(failing, groups, record)
 
 
@@ -120,20 +120,20 @@ def _make_prompts(cell: grid.Cell) -> None:
         raise ValueError(str(error).replace("fewer prompts", fewer)) from error
 
 
-def _check_group(group: Sequence[grid.Cell]) -> dict[grid.Cell, str]:
+def _group_problems(group: Sequence[grid.Cell]) -> dict[grid.Cell, str]:
     """Returns the cells that cannot run, with the reasons; if plain decoding cannot, all cells."""
     first = group[0]
     where = f"context {first.context}"
-    problem = _problem(where, check_cell, grid.plain_of(first))
+    problem = _problem(where, validated_cell, grid.plain_of(first))
     if not problem and first.prompts != prompts.RANDOM:
         problem = _problem(where, _make_prompts, first)
     if problem:
         return dict.fromkeys(group, problem)
-    problems = {cell: _problem(cell.method, check_cell, cell) for cell in group}
+    problems = {cell: _problem(cell.method, validated_cell, cell) for cell in group}
     return {cell: problem for cell, problem in problems.items() if problem}
 
 
-def check_cell(cell: grid.Cell, rows: int | None = None) -> Request | None:
+def validated_cell(cell: grid.Cell, rows: int | None = None) -> Request | None:
     """Returns the request of the cell's call of `generate`, without text; None for "auto".
 
     With `rows` it has as many rows, by default those of the cell's batch, or an engine's slots.
@@ -157,7 +157,7 @@ def too_large(cells: Iterable[grid.Cell], available: float | None = None) -> dic
     No prompts are made, and no more rows than change the size of a row's cache.
 
     Args:
-      cells: invalid ones are omitted: `check` reports them.
+      cells: invalid ones are omitted: `cell_problems` reports them.
       available: bytes of each device; None: what is free on this process's devices.
     """
     problems = {}
@@ -167,10 +167,10 @@ def too_large(cells: Iterable[grid.Cell], available: float | None = None) -> dic
         try:
             # "auto" skips drafters that do not fit.
             tried = grid.plain_of(cell) if cell.draft == "auto" else cell
-            request = check_cell(tried, min(rows, cell.batch))
+            request = validated_cell(tried, min(rows, cell.batch))
             assert request is not None
             if cell.slots:
-                plain = check_cell(grid.plain_of(cell), min(rows, cell.batch))
+                plain = validated_cell(grid.plain_of(cell), min(rows, cell.batch))
                 assert plain is not None
                 _check_engines(cell, request, plain, available)
             else:

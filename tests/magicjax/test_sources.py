@@ -293,7 +293,7 @@ def test_matrices_stay_in_the_types_of_the_file_unless_activations_are_floating_
         magicjax.load(gguf, activations="bf16")
     for cell in grid_of(gguf, activations=["int8", "float"]):
         expected = packed.weights if cell.activations == "int8" else in_integers
-        request = preflight.check_cell(cell)
+        request = preflight.validated_cell(cell)
         assert request.target.weights == workload.Bench().target_of(cell).weights == expected
     with pytest.raises(ValueError, match="are packed for the CPU kernels, or differ between"):
         magicjax.offload(packed)

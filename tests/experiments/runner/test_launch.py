@@ -32,7 +32,7 @@ SETTINGS = {
 @pytest.fixture
 def start(tmp_path, monkeypatch, scripted, here):
     """Starts the launcher on a file of these settings, and returns its exit status."""
-    monkeypatch.setattr(preflight, "check", lambda groups, record=False: {})
+    monkeypatch.setattr(preflight, "cell_problems", lambda groups, record=False: {})
     monkeypatch.setattr(estimates, "of", lambda cell, on_gpu, chooses: estimates.Estimate(1, 60))
     monkeypatch.setattr(provenance, "code", lambda: "this code")
 
