@@ -141,7 +141,7 @@ class Model:
     def empty_token(self) -> int | None:
         """A token whose embedding is zeros; None: the module may have none."""
         config = self.config
-        embeds_all = isinstance(self.module, models.Decoder) and (
+        embeds_all = isinstance(self.module, models.Transformer) and (
             config.draft_vocab_size is None or config.embeds_all
         )
         return config.vocab_size if embeds_all else None

@@ -18,7 +18,7 @@ from models.build import (
     split_blocks,
 )
 from models.chat_template import end_of_turn
-from models.decoder import Decoder, DecoderConfig, formats_of, of_layers, output_matrix
+from models.decoder import DecoderConfig, Transformer, formats_of, of_layers, output_matrix
 from models.draft_vocab import with_draft_vocab
 from models.eagle import EagleConfig, EagleHead
 from models.families import FAMILIES, family_config
@@ -56,7 +56,6 @@ __all__ = [
     "Alibi",
     "Attend",
     "Checkpoint",
-    "Decoder",
     "DecoderConfig",
     "EagleConfig",
     "EagleHead",
@@ -66,6 +65,7 @@ __all__ = [
     "PassResult",
     "Rope",
     "ShardingFn",
+    "Transformer",
     "WeightFormat",
     "abstract_params",
     "block_params",

@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from models.decoder import Decoder, DecoderConfig, formats_of, layer_module, of_layers
+from models.decoder import DecoderConfig, Transformer, formats_of, layer_module, of_layers
 from models.eagle import EagleConfig, EagleHead
 from models.layers import in_every_layer
 from models.quantized import BLOCK, MatrixFormats, WeightFormat, quantize_params
@@ -21,7 +21,7 @@ def build(
     config: DecoderConfig,
     dtype: Any = jnp.float32,
     weights: MatrixFormats | WeightFormat | None = None,
-) -> Decoder | EagleHead:
+) -> Transformer | EagleHead:
     """Returns the module of `config`.
 
     Args:
@@ -40,7 +40,7 @@ def build(
         return EagleHead(config, jnp.dtype(dtype))
     formats = weights if isinstance(weights, MatrixFormats) else blocks_in(config, weights)
     formats.check(config.matrix_inputs())
-    return Decoder(config, jnp.dtype(dtype), weights=formats)
+    return Transformer(config, jnp.dtype(dtype), weights=formats)
 
 
 def blocks_in(config: DecoderConfig, form: WeightFormat | str | None) -> MatrixFormats:

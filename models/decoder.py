@@ -552,7 +552,7 @@ def apply_block(
     return block.apply({"params": params}, x, positions, attend, slides)
 
 
-class Decoder(nn.Module):
+class Transformer(nn.Module):
     """A decoder, used only through `init` and `apply`.
 
     Attributes:

@@ -59,7 +59,7 @@ class HeadShape(Strict):
     )
 
 
-class Recipe(BaseModel):
+class EagleRecipe(BaseModel):
     """A target, its text, and the training of a head."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
@@ -82,17 +82,17 @@ class Recipe(BaseModel):
     """Schedule of the training for acceptance, after that; null: none."""
 
 
-def read(path: pathlib.Path) -> Recipe:
+def read(path: pathlib.Path) -> EagleRecipe:
     """Reads settings from a YAML file.
 
     Raises:
       ConfigError: the file is not a mapping, has an unknown key, or a value out of range.
     """
     raw = from_working_directory(read_mapping(path), path.parent, ("target",))
-    return validated(Recipe, raw, str(path))
+    return validated(EagleRecipe, raw, str(path))
 
 
-def train(recipe: Recipe, work: pathlib.Path, out: pathlib.Path) -> dict[str, list[float]]:
+def train(recipe: EagleRecipe, work: pathlib.Path, out: pathlib.Path) -> dict[str, list[float]]:
     """Writes the head to `out`; returns its results on held-out text, by depth.
 
     Raises:
@@ -148,7 +148,7 @@ def train(recipe: Recipe, work: pathlib.Path, out: pathlib.Path) -> dict[str, li
     return metrics
 
 
-def _phases(recipe: Recipe) -> list[trainer.Phase]:
+def _phases(recipe: EagleRecipe) -> list[trainer.Phase]:
     schedules = [recipe.cross_entropy, recipe.overlap]
     return [phase for schedule in schedules if schedule for phase in schedule.phases]
 
@@ -219,7 +219,7 @@ def save(
     params: Any,
     frozen: Any,
     metrics: dict[str, list[float]],
-    recipe: Recipe,
+    recipe: EagleRecipe,
 ) -> None:
     """Writes the head in SpecForge's layout, rounded to bfloat16, with a card."""
     config = dataclasses.replace(

@@ -25,7 +25,7 @@ from magicjax.sampling_params import UNCONSTRAINED, SamplingParams
 from magicjax.server import bodies, tool_calls
 from magicjax.server.bodies import ChatBody, CompletionBody
 from magicjax.server.errors import ApiError, refused
-from magicjax.server.tool_calls import Format, Tools
+from magicjax.server.tool_calls import ToolFormat, Tools
 
 EFFORT = "reasoning_effort"
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens in /v1/completions
@@ -45,7 +45,7 @@ class Served:
     name: str
     target: Model
     config: EngineConfig
-    tool_format: Format | None = None
+    tool_format: ToolFormat | None = None
 
     @property
     def capacity(self) -> int:

@@ -34,7 +34,7 @@ Delta = dict[str, Any]  # of OpenAI's streams: {"content": ...} or {"tool_calls"
 
 
 @dataclasses.dataclass(frozen=True)
-class Format:
+class ToolFormat:
     """How a model writes a call: a JSON object of a name and arguments.
 
     Attributes:
@@ -50,12 +50,12 @@ class Format:
     end: str = ""
 
 
-HERMES = Format("hermes", "arguments", "<tool_call>", "</tool_call>")
-LLAMA3 = Format("llama3", "parameters")
+HERMES = ToolFormat("hermes", "arguments", "<tool_call>", "</tool_call>")
+LLAMA3 = ToolFormat("llama3", "parameters")
 FORMATS = {form.name: form for form in (HERMES, LLAMA3)}
 
 
-def detected(template: str) -> Format | None:
+def detected(template: str) -> ToolFormat | None:
     """Returns the format of the calls in a chat template; None: no known one."""
     if HERMES.begin in template and re.search(r'"arguments\\?"', template):
         return HERMES
@@ -76,7 +76,7 @@ class Tools:
       parallel: whether it may have several calls.
     """
 
-    format: Format
+    format: ToolFormat
     definitions: Sequence[dict[str, Any]]
     functions: Sequence[Function]
     required: bool
@@ -137,7 +137,7 @@ class Tools:
         return ' " "? '.join(map(_quoted, tokens)) + ' " "?'
 
 
-def tools_of(body: ChatBody, tokenizer: Any, form: Format | None) -> Tools | None:
+def tools_of(body: ChatBody, tokenizer: Any, form: ToolFormat | None) -> Tools | None:
     """Returns the tools of a body; None: the text is content.
 
     Args:
@@ -247,7 +247,7 @@ class CallParser:
       open: whether the arguments of the last one have not ended.
     """
 
-    def __init__(self, form: Format, parallel: bool = True):
+    def __init__(self, form: ToolFormat, parallel: bool = True):
         """Starts an empty text; without `parallel`, nothing follows the first call."""
         self.num_calls, self.open = 0, False
         self._format, self._parallel = form, parallel

@@ -13,7 +13,7 @@ from experiments.report import page
 from experiments.runner import launchers, measure, worker, workload
 from magicjax.decoding.counts import Counts
 from magicjax.decoding.stats import Stats, counted
-from models import Decoder, DecoderConfig, init_params
+from models import DecoderConfig, Transformer, init_params
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +29,7 @@ def tiny():
         head_dim=8,
         max_positions=1024,
     )
-    module = Decoder(config)
+    module = Transformer(config)
     params = init_params(module, seed=3)
     return magicjax.Model(module, params)
 

@@ -18,7 +18,7 @@ from experiments.runner import exactness
 from experiments.runner.measure import CURVES, peak_memory
 from experiments.runner.provenance import device_name
 from experiments.runner.serving.workload import (
-    Run,
+    ServingRun,
     Workload,
     arrivals,
     percentiles,
@@ -42,7 +42,7 @@ def measure(bench: Bench, cell: Cell) -> tuple[dict[str, Any], list[dict[str, An
     workload, plain = make_workload(bench, cell), plain_of(cell)
     engines = {each: _engine(bench, each) for each in dict.fromkeys((plain, cell))}
     compiled = program_cache.totals()
-    served: dict[Cell, list[Run]] = {each: [] for each in engines}
+    served: dict[Cell, list[ServingRun]] = {each: [] for each in engines}
     for repeat in range(max(1, cell.repeats)):
         for each, engine in engines.items():
             engine.forget_texts()  # those of the run before are the same
@@ -107,13 +107,15 @@ def _engine(bench: Bench, cell: Cell) -> magicjax.Engine:
     return engine
 
 
-def _times(cell: Cell, runs: Sequence[Run], plain_runs: Sequence[Run]) -> dict[str, float]:
+def _times(
+    cell: Cell, runs: Sequence[ServingRun], plain_runs: Sequence[ServingRun]
+) -> dict[str, float]:
     """Returns tokens/s and goodput, medians over the runs, and percentiles over the requests."""
 
-    def rate(runs: Sequence[Run]) -> float:
+    def rate(runs: Sequence[ServingRun]) -> float:
         return statistics.median(_tokens(run) / run.seconds for run in runs)
 
-    def goodput(runs: Sequence[Run]) -> float:
+    def goodput(runs: Sequence[ServingRun]) -> float:
         limits = cell.ttft_limit_s, cell.tpot_limit_ms / 1e3
         return statistics.median(run.goodput(*limits) for run in runs)
 
@@ -135,11 +137,11 @@ def _times(cell: Cell, runs: Sequence[Run], plain_runs: Sequence[Run]) -> dict[s
     }
 
 
-def _tokens(run: Run) -> int:
+def _tokens(run: ServingRun) -> int:
     return sum(map(len, run.texts))
 
 
-def _run(run: Run) -> dict[str, Any]:
+def _run(run: ServingRun) -> dict[str, Any]:
     return {
         "decode_s": run.seconds,
         "prefill_s": run.prefill_s,
@@ -150,7 +152,7 @@ def _run(run: Run) -> dict[str, Any]:
     }
 
 
-def _acceptance(cell: Cell, runs: Sequence[Run]) -> dict[str, float | None]:
+def _acceptance(cell: Cell, runs: Sequence[ServingRun]) -> dict[str, float | None]:
     """Returns means over all runs."""
     counts = _counts(runs)
     # With adaptive the rounds of a request have different trees, which are not counted.
@@ -164,19 +166,19 @@ def _acceptance(cell: Cell, runs: Sequence[Run]) -> dict[str, float | None]:
     }
 
 
-def _curves(cell: Cell, runs: Sequence[Run]) -> dict[str, Sequence[float]]:
+def _curves(cell: Cell, runs: Sequence[ServingRun]) -> dict[str, Sequence[float]]:
     """Returns the histogram of accepted tokens and acceptance by depth; empty without a depth."""
     counts = Counts() if cell.is_plain or cell.adaptive else _counts(runs)
     return {name: list(getattr(counts, name)) for name in CURVES}
 
 
-def _counts(runs: Sequence[Run]) -> Counts:
+def _counts(runs: Sequence[ServingRun]) -> Counts:
     """Returns the counts of all requests of all runs."""
     return sum((one for run in runs for one in run.stats), Counts())
 
 
 def _match(
-    bench: Bench, cell: Cell, workload: Workload, runs: Sequence[Run], plain: Run
+    bench: Bench, cell: Cell, workload: Workload, runs: Sequence[ServingRun], plain: ServingRun
 ) -> exactness.Match | None:
     """Returns how the texts of all runs compare with plain decoding's.
 
@@ -201,7 +203,7 @@ def _padded(texts: Sequence[Int[np.ndarray, "T"]]) -> Int[np.ndarray, "N M"]:
     return padded
 
 
-def _requests(tasks: Sequence[Prompt], workload: Workload, run: Run) -> list[dict[str, Any]]:
+def _requests(tasks: Sequence[Prompt], workload: Workload, run: ServingRun) -> list[dict[str, Any]]:
     """Returns a line for each request: lengths, acceptance, arrival, latencies, tokens."""
     names = ("prompt_tokens", "new_tokens", "rounds", "tau", "histogram")
     return [

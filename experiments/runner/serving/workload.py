@@ -23,7 +23,7 @@ class Workload:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class ServingRun:
     """One run: its texts and seconds, and of each request the seconds from its arrival.
 
     Attributes:
@@ -93,7 +93,7 @@ def zipf(rng: np.random.Generator, least: int, most: int, count: int) -> list[in
     return rng.choice(numbers, count, p=(1 / numbers) / (1 / numbers).sum()).tolist()
 
 
-def serve(engine: magicjax.Engine, workload: Workload) -> Run:
+def serve(engine: magicjax.Engine, workload: Workload) -> ServingRun:
     """Returns the run of an engine; sleeps while no request has arrived.
 
     Args:
@@ -119,7 +119,7 @@ def serve(engine: magicjax.Engine, workload: Workload) -> Run:
         handle.submitted_s - start - arrival
         for handle, arrival in zip(handles, workload.arrivals, strict=True)
     ]
-    return Run(
+    return ServingRun(
         [result.tokens for result in results],
         time.monotonic() - start,
         [(result.stats.ttft_s or 0.0) + wait for result, wait in zip(results, late, strict=True)],

@@ -30,7 +30,7 @@ def test_arrivals_have_their_rate_and_bursts():
 def test_goodput_counts_requests_that_meet_both_limits():
     stats = tuple(SimpleNamespace(tpot_s=tpot_s) for tpot_s in (None, 0.5, 0.5))
     texts = [np.zeros(n) for n in (1, 3, 5)]
-    served = workload.Run(texts, 2.0, [0.1, 0.2, 0.3], [0.1, 1.2, 2.3], 0.5, stats, {})
+    served = workload.ServingRun(texts, 2.0, [0.1, 0.2, 0.3], [0.1, 1.2, 2.3], 0.5, stats, {})
     assert served.goodput(0.2, 1.0) == 1.0  # two requests in 2 s
     assert served.goodput(0.3, 0.6) == 1.5
     assert served.goodput(0.25, 0.4) == 0.5  # one that has no time per output token

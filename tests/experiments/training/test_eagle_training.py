@@ -50,9 +50,9 @@ def target(tmp_path_factory):
     return root / "target"
 
 
-def recipe(target, **changes) -> eagle.Recipe:
+def recipe(target, **changes) -> eagle.EagleRecipe:
     raw = dict(target=str(target), dtype="float32", generated=GENERATED, head=HEAD, steps=3)
-    return eagle.Recipe(**raw | dict(cross_entropy=SCHEDULE, overlap=SCHEDULE) | changes)
+    return eagle.EagleRecipe(**raw | dict(cross_entropy=SCHEDULE, overlap=SCHEDULE) | changes)
 
 
 @pytest.fixture(scope="module")
