@@ -236,7 +236,7 @@ class _ConfigReader:
 
 
 def drafter_head(kind: str) -> str:
-    """Returns the error for a drafter that reads a target's hidden states and is no model alone."""
+    """Returns the error for a drafter that reads a target's hidden states and cannot run alone."""
     return (
         f"this is a drafter of kind {kind}, which reads the hidden states of its target and is not "
         "supported: draft with a small model of the target's vocabulary (small:PATH), an EAGLE-3 "

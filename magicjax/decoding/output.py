@@ -118,7 +118,7 @@ def run_adaptive(
       controller: chooses the arm of each call after the first one.
       state: after prefill, as deep as the deepest tree.
       texts: one per row.
-      rounds: per call that is no probe.
+      rounds: per call that is not a probe.
     """
     for decoder in decoders.values():
         decoder.loop(state)

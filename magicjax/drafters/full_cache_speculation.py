@@ -30,7 +30,7 @@ class FullCacheSpeculation(TargetDrafter):
       blocks: that copy; `for_target` sets it.
 
     Raises:
-      ValueError: an unknown format, or text that is no list of layers.
+      ValueError: an unknown format, or invalid layers.
       TypeError: an unknown draw.
     """
 

@@ -83,7 +83,7 @@ class PageRetrieval(TargetDrafter):
       blocks: the copy of the target's blocks; `for_target` sets it.
 
     Raises:
-      ValueError: another page_size, an unknown format, text that is no list of layers, or another
+      ValueError: another page_size, an unknown format, invalid layers, or another
         number below 1.
       TypeError: a number is not an integer, or an unknown draw.
     """

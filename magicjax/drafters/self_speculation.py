@@ -80,7 +80,7 @@ class SelfSpeculation(TargetDrafter):
       blocks: that copy; `for_target` sets it.
 
     Raises:
-      ValueError: an unknown policy or format, text that is no list of layers, a budget below 1, or
+      ValueError: an unknown policy or format, invalid layers, a budget below 1, or
         refresh_every < 1 or for a policy that a refresh cannot change.
       TypeError: the policy is neither a name nor a `Policy`, a number is not an integer, or an
         unknown draw or kv_dtype.

@@ -171,10 +171,10 @@ def append(cache: KVCache, kv: tuple, path: Int[Array, "B A"], count: Int[Array,
     start = cache.lengths + zero_after(count)
     kv = as_stored(kv, cache.k[0])
     layers = zip(cache.k, cache.v, kv, cache.windows, strict=True)
-    written = [
+    updated = [
         _append(k, v, *new, path, start, count, bool(window)) for k, v, new, window in layers
     ]
-    k, v = zip(*written, strict=True)
+    k, v = zip(*updated, strict=True)
     return dataclasses.replace(cache, k=k, v=v, lengths=cache.lengths + count)
 
 

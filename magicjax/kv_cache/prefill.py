@@ -79,8 +79,8 @@ def prefill_cache(
         slot = start + full_cache.zero_after(hidden[:1, 0].argmax(-1)[0])
         count = jnp.clip(lengths - slot, 0, chunk)
         layers = zip(cache.k, cache.v, keys_values, cache.windows, strict=True)
-        written = [_write(k, v, *new, slot, count, bool(window)) for k, v, new, window in layers]
-        k, v = zip(*written, strict=True)
+        updated = [_write(k, v, *new, slot, count, bool(window)) for k, v, new, window in layers]
+        k, v = zip(*updated, strict=True)
         index = jnp.clip(lengths - 1 - start, 0, chunk - 1)
         ends_here = (lengths > start) & (lengths <= start + chunk)
         chunk_last = jnp.take_along_axis(hidden, index[:, None, None], 1)[:, 0]

@@ -182,12 +182,12 @@ def append_ring(
       path: node ids.
       count: int32 [B], the number of nodes to append, 0..A.
     """
-    where = path, cache.count, count
     layers = zip(cache.k, cache.v, kv, cache.pinned, strict=True)
-    written = [
-        _append(k, v, *new, pins.shape[-1], cache.bits, *where) for k, v, new, pins in layers
+    updated = [
+        _append(k, v, *new, pins.shape[-1], cache.bits, path, cache.count, count)
+        for k, v, new, pins in layers
     ]
-    k, v = zip(*written, strict=True)
+    k, v = zip(*updated, strict=True)
     return dataclasses.replace(cache, k=k, v=v, count=cache.count + count)
 
 

@@ -148,8 +148,8 @@ def dequantized(text: str, sizes: Container[int]) -> int:
     def writes_converted(operation: Operation) -> bool:
         inside = bodies_by_name.get(operation.fused or "", [])
         is_product = any(each.opcode == "dot" for each in inside)
-        written = _has_array(operation.results, FLOATS, sizes)
-        return written and not is_product and converted(inside) > 0
+        is_floating = _has_array(operation.results, FLOATS, sizes)
+        return is_floating and not is_product and converted(inside) > 0
 
     bodies = [body for name, body in bodies_by_name.items() if name not in fused]
     return sum(converted(body) + sum(map(writes_converted, body)) for body in bodies)
