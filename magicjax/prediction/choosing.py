@@ -381,7 +381,7 @@ def choose(candidates: Candidates) -> tuple[Choice, Decoder, PrefilledPrompts, f
         drafter, times = decoders[name].request.drafter, {}
         if _is_chain(tree) and not isinstance(drafter, Ensemble):
             round_s = {t.depth: s for (n, t), s in seconds_of.items() if n == name and _is_chain(t)}
-            times = dict(sorted({0: plain_s, **round_s}.items()))
+            times = dict(sorted({0: seconds_of["", ROOT_ONLY], **round_s}.items()))
         choice = dataclasses.replace(choice, drafter=drafter, tree=tree, times=times)
     logger.info("%s", choice)
     seconds = time.perf_counter() - program_cache.totals()[1] - begin
@@ -461,9 +461,9 @@ def _timed(
     trials: Sequence[Trial],
     prefilled: PrefilledPrompts,
 ) -> tuple[dict[tuple[str, Tree], float], dict[tuple[str, Tree], float], PrefilledPrompts]:
-    """Returns (speedup, seconds of a round) of the trees of some drafters, and the prompts.
+    """Returns (speedup, seconds of a round) by name and tree, and the prompts.
 
-    The fastest is first. All are timed interleaved with plain decoding.
+    The fastest tree is first. All are timed interleaved with plain decoding, ("", ROOT_ONLY).
     """
     if not trials:
         return {}, {}, prefilled
@@ -474,10 +474,12 @@ def _timed(
     ]
     running = [plain, *(_with_tree(decoders[trial.name], tree) for trial, tree in arms)]
     (baseline, *measured), prefilled = time_decoders(prefilled, running, REPEATS, MIN_SECONDS)
-    speedups, seconds = {}, {}
+    speedups: dict[tuple[str, Tree], float] = {}
+    seconds: dict[tuple[str, Tree], float] = {("", ROOT_ONLY): statistics.median(baseline)}
     for (trial, tree), times in zip(arms, measured, strict=True):
-        speedups[trial.name, tree] = trial.tokens(tree) / float(median_ratio(times, baseline))
-        seconds[trial.name, tree] = statistics.median(times)
+        ratio = float(median_ratio(times, baseline))
+        speedups[trial.name, tree] = trial.tokens(tree) / ratio
+        seconds[trial.name, tree] = ratio * seconds["", ROOT_ONLY]
     return dict(sorted(speedups.items(), key=lambda each: -each[1])), seconds, prefilled
 
 
