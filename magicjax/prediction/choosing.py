@@ -37,12 +37,11 @@ from magicjax.decoding.output import (
 )
 from magicjax.decoding.paired_timing import PrefilledPrompts, median_ratio, time_decoders
 from magicjax.decoding.preparation import drafter_and_tree, place, prepare, validated_request
-from magicjax.decoding.prompts import prompts_of
 from magicjax.decoding.request import Request, RequestOptions
 from magicjax.decoding.text import Text
-from magicjax.decoding.validation import params_of_rows
 from magicjax.drafters import Drafter, Ensemble, PromptLookup, SelfSpeculation, SuffixLookup
 from magicjax.drafters.spec import text_of
+from magicjax.drafters.text_lookup import TextLookup
 from magicjax.model import Model
 from magicjax.prediction import cost_model, planner
 from magicjax.prediction.planner.candidates import make_candidate, model_sizes
@@ -57,6 +56,7 @@ BUDGETS = (64, 256, 1024)  # of the default candidates
 DEPTHS = (1, 2, 4, 6, 8)  # of the timed chains
 NODES = (4, 8, 16, 32)  # of the timed trees
 RANKS = expansion((2, 2, 1, 1, 1, 1))  # of the trial of tree="auto": measures ranks
+LATER_DEPTH = 4  # of the chains of a lookup that may gain later
 LEAST_GAIN = 1.03  # smaller speedups are within the error of the measurements
 FINALISTS = 2
 REPEATS, MIN_SECONDS = 5, 2.0  # of the comparison
@@ -171,7 +171,8 @@ class Choice:
     """The result of `drafter="auto"`. Pass it as `drafter` to reuse it without trials.
 
     Attributes:
-      drafter, tree: the fastest; None: plain decoding is faster.
+      drafter, tree: the fastest; None: plain decoding is faster. A tree of only a root with
+        `times`: plain decoding, until a lookup in the text gains.
       trials: measurements, the best first.
       timed: measured speedup by name and tree, the highest first.
       skipped: the reason for each candidate without a trial.
@@ -200,7 +201,11 @@ class Choice:
             f"{name}, depth {tree.depth}, {tree.shape.num_nodes} nodes: {speedup:.2f} x plain"
             for (name, tree), speedup in self.timed.items()
         )
-        off = "plain decoding; the fastest drafter is " if self.drafter is None else ""
+        off = ""
+        if self.drafter is None:
+            off = "plain decoding; the fastest drafter is "
+        elif self.tree == ROOT_ONLY and self.times:
+            off = f"plain decoding until {self.name} gains; the fastest drafter is "
         return "\n".join([*lines, f"chosen: {off}{best}", *(f"slower: {one}" for one in others)])
 
 
@@ -376,17 +381,40 @@ def choose(candidates: Candidates) -> tuple[Choice, Decoder, PrefilledPrompts, f
     trials.sort(key=lambda trial: -trial.best)
     timed, seconds_of, prefilled = _timed(plain, decoders, trials[:FINALISTS], prefilled)
     choice = Choice(None, None, tuple(trials), timed, skipped, {})
-    if timed and next(iter(timed.values())) >= LEAST_GAIN:
-        name, tree = next(iter(timed))
+    best, is_lookup = next(iter(timed), None), False
+    if best is not None and timed[best] < LEAST_GAIN:
+        # Lookups often begin to gain later in the text, and count what they would have gained.
+        lookups = (name for name, _ in timed if isinstance(decoders[name].drafter, TextLookup))
+        is_greedy, lookup = plain.request.rows.sampling is None, next(lookups, None)
+        best = (lookup, ROOT_ONLY) if is_greedy and lookup is not None else None
+        is_lookup = best is not None
+    if best is not None:
+        name, tree = best
         drafter, times = decoders[name].request.drafter, {}
-        if _is_chain(tree) and not isinstance(drafter, Ensemble):
-            round_s = {t.depth: s for (n, t), s in seconds_of.items() if n == name and _is_chain(t)}
-            times = dict(sorted({0: seconds_of["", ROOT_ONLY], **round_s}.items()))
+        if is_lookup or (_is_chain(tree) and not isinstance(drafter, Ensemble)):
+            # States of deeper trees would make every round slower.
+            deepest = 2 * tree.depth or LATER_DEPTH
+            chains = [
+                (t.depth, s) for (n, t), s in seconds_of.items() if n == name and _is_chain(t)
+            ]
+            times = {depth: s for depth, s in sorted(chains) if depth <= deepest}
+            times = {0: seconds_of["", ROOT_ONLY], **times}
         choice = dataclasses.replace(choice, drafter=drafter, tree=tree, times=times)
     logger.info("%s", choice)
     seconds = time.perf_counter() - program_cache.totals()[1] - begin
-    decoder = plain if choice.tree is None else _with_tree(decoders[choice.name], choice.tree)
-    return choice, decoder, prefilled, seconds
+    decoder = plain if choice.tree is None else decoders[choice.name]
+    return choice, _for_run(decoder, choice), prefilled, seconds
+
+
+def _for_run(decoder: Decoder, choice: Choice) -> Decoder:
+    """Returns the decoder of a choice, whose states are as deep as the trees that may run."""
+    settings, request = decoder.loop_settings, decoder.request
+    if choice.tree is None or (choice.tree == settings.tree and not choice.times):
+        return Decoder(dataclasses.replace(request, settings=settings))
+    adapts = choice.times and request.rows.sampling is None
+    deepest = chain(max(choice.times)) if adapts else choice.tree
+    request = dataclasses.replace(request, settings=settings.with_tree(deepest))
+    return Decoder(request, settings.with_tree(choice.tree))
 
 
 def _placed(candidates: Candidates) -> tuple[Decoder, dict[str, Decoder]]:
@@ -532,7 +560,10 @@ def _started(
     if isinstance(options.tree, str) and options.tree == "auto":
         options = _with_one_drafter(target, options)
     if isinstance(options.drafter, Choice):
-        return options.drafter, Decoder(_reused(target, prompts, params, options)), None, 0.0
+        choice, decoder = options.drafter, Decoder(_reused(target, prompts, params, options))
+        if choice.times and choice.tree is not None:  # the state is as deep as the deepest chain
+            decoder = _with_tree(decoder, choice.tree)
+        return choice, decoder, None, 0.0
     choice, decoder, prefilled, plan_s = choose(
         validated_candidates(target, prompts, params, options)
     )
@@ -567,10 +598,8 @@ def _reused(
     if choice.drafter is None:  # a verifier is for drafters
         options = dataclasses.replace(options, drafter=None, verifier=None)
         return prepare(target, prompts, params, options)
-    of_rows = params_of_rows(params, len(prompts_of(prompts)))
-    tree = None if choice.tree == ROOT_ONLY else choice.tree  # an ensemble has its own
-    if choice.times and all(each.greedy for each in of_rows):  # the depth adapts
-        tree = chain(max(choice.times))
+    tree = chain(max(choice.times)) if choice.times else choice.tree
+    tree = None if tree == ROOT_ONLY else tree  # an ensemble has its own
     options = dataclasses.replace(options, drafter=choice.drafter, tree=tree)
     return prepare(target, prompts, params, options)
 

@@ -118,7 +118,7 @@ def test_the_tree_of_one_drafter_is_chosen(kind, ranks, tally):
     trees = [tree for _, tree in output.choice.timed]
     assert any(tree.width > 1 for tree in trees) == (ranks > 1)
     assert {chain(1), chain(2), trial.tree} <= {*trees}
-    assert output.choice.tree in (None, trees[0])
+    assert output.choice.tree in (None, ROOT_ONLY, trees[0])
 
 
 @pytest.mark.parametrize("drafter", [None, "auto"])
@@ -141,6 +141,25 @@ def test_if_no_drafter_is_faster_it_decodes_plainly():
     assert output.stats.depths == (0,) and output.stats.tau == 1.0
     assert "chosen: plain decoding; the fastest drafter is self:snapkv:16" in str(choice)
     np.testing.assert_array_equal(output.tokens, generate(None).tokens)
+
+
+@pytest.mark.usefixtures("known_times")
+def test_a_lookup_may_gain_later_in_the_text(tally, monkeypatch):
+    monkeypatch.setattr(choosing, "LEAST_GAIN", 99.0)
+    first = generate(Auto(drafters("prompt-lookup", "cheap"), TREE))
+    choice = first.choice
+    assert choice.name == "prompt-lookup:4" and choice.tree == ROOT_ONLY and 0 in choice.times
+    assert "chosen: plain decoding until prompt-lookup:4 gains; the fastest" in str(choice)
+    assert first.stats.depths[0] == 0
+    for output in (first, generate(choice)):
+        tally.compare(tiny.model(), tiny.prompts(8), tiny.expected(8), tiny.rows_of(output))
+    texts, output = streamed(choice)
+    assert output.stats.drafted == 0
+    for row, expected in zip(texts, tiny.expected(8), strict=True):
+        np.testing.assert_array_equal(row, expected)
+    sampling = dict(temperature=1.0, seed=1)
+    plain = generate(None, **sampling)
+    np.testing.assert_array_equal(generate(choice, **sampling).tokens, plain.tokens)
 
 
 @pytest.mark.usefixtures("known_times")
@@ -264,8 +283,8 @@ def test_a_sampled_trial_draws_other_numbers_than_the_run(monkeypatch):
     )
     decoder, outputs, decode = Decoder(request), [], Decoder.decode
 
-    def recorded(*arguments):
-        state = decode(*arguments)
+    def recorded(*arguments, **options):
+        state = decode(*arguments, **options)
         outputs.append(np.array(state.output))
         return state
 
