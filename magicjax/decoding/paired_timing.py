@@ -21,6 +21,7 @@ from magicjax.decoding.output import Output, output_of, run_to_end, texts_of
 from magicjax.decoding.request import Request
 from magicjax.drafters import Drafter
 from magicjax.kv_cache.full_cache import KVCache
+from magicjax.settings import PrefillSettings
 from sharding import global_arrays
 
 ROUNDS = 16  # most rounds of a timed call
@@ -32,9 +33,12 @@ class PrefilledPrompts:
     """The target's cache after prefill, from which several runs start, one at a time.
 
     `start` donates the cache to a run. `reset` returns the object for the next run. JAX raises an
-    error if a donated cache is used again. `seconds` is the time of prefill.
+    error if a donated cache is used again. `seconds` is the time of prefill by `decoder` with
+    `settings`.
     """
 
+    decoder: Decoder
+    settings: PrefillSettings
     cache: KVCache
     prefilled: Prefilled
     lengths: Int[np.ndarray, "B"]
@@ -56,7 +60,7 @@ class PrefilledPrompts:
         decoder = Decoder(request)
         results = decoder.prefill(settings=settings)
         lengths = global_arrays.fetch(request.rows.lengths)
-        return cls(*results, lengths, decoder.clock.prefill_s)
+        return cls(decoder, settings, *results, lengths, decoder.clock.prefill_s)
 
     def generate(self, request: Request) -> tuple[Output, "PrefilledPrompts"]:
         """Returns (the request's output, the prompts for the next run).
@@ -77,7 +81,14 @@ class PrefilledPrompts:
         return decoder.init(self.cache, prefilled)
 
     def reset(self, state: DecodeState) -> "PrefilledPrompts":
-        """Returns the prompts with the cache of a run's last state, cut back to the prompts."""
+        """Returns the prompts with the cache of a run's last state, cut back to the prompts.
+
+        With rings, whose oldest entries a run overwrites, the prompts are prefilled again.
+        """
+        slots = {keys.shape[2] for keys in jax.tree.leaves(state.cache.k) if keys.ndim == 4}
+        if min(slots) < self.settings.capacity:
+            cache, prefilled = self.decoder.prefill(settings=self.settings)
+            return dataclasses.replace(self, cache=cache, prefilled=prefilled)
         # A copy: the array may share memory with NumPy's, and the next run donates it.
         lengths = global_arrays.put(self.lengths.copy(), state.cache.lengths.sharding)
         return dataclasses.replace(self, cache=dataclasses.replace(state.cache, lengths=lengths))

@@ -10,10 +10,12 @@ from magicjax.decoding import memory, program_cache
 from magicjax.decoding.decoder import Decoder
 from magicjax.decoding.paired_timing import PrefilledPrompts, time_decoders
 from magicjax.drafters.spec import text_of
+from magicjax.model import RING_SPARE
 from magicjax.prediction import choosing, cost_model
 from magicjax.prediction.choosing import Auto, Trial
 from magicjax.trees.token_tree import ROOT_ONLY, chain
 from tests.magicjax import keywords, tiny
+from tests.magicjax.decoding import test_rings
 from tests.quick import quick
 
 SELF = "self:streaming:12:sinks=2"  # the name of the small cache below
@@ -160,6 +162,18 @@ def test_a_lookup_may_gain_later_in_the_text(tally, monkeypatch):
     sampling = dict(temperature=1.0, seed=1)
     plain = generate(None, **sampling)
     np.testing.assert_array_equal(generate(choice, **sampling).tokens, plain.tokens)
+
+
+@pytest.mark.usefixtures("known_times")
+def test_rings_that_a_trial_overwrites_are_prefilled_again():
+    """A trial in which all drafts are accepted goes beyond the spare slots of a ring."""
+    target, prompts = test_rings.model(), test_rings.prompts()[:1]
+    options = dict(max_tokens=2 * RING_SPARE, eos_token_id=[])
+    plain = keywords.generate(target, prompts, **options)
+    settings = Auto([magicjax.FullCacheSpeculation()], chain(8))
+    auto = keywords.generate(target, prompts, drafter=settings, **options)
+    assert auto.choice.trials[0].tau > 5
+    np.testing.assert_array_equal(auto.tokens, plain.tokens)
 
 
 @pytest.mark.usefixtures("known_times")
