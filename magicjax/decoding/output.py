@@ -237,6 +237,7 @@ def output_of(
     of_prompts = decoder.prompt_logprobs() if wants_logprobs else [None] * len(texts)
     counters = state.emitted, state.histogram, state.ranks, state.nodes
     emitted, histogram, ranks, nodes = global_arrays.fetch(counters)
+    calls = calls or [(decoder.loop_settings.shape.depth, histogram)]
     by_request = by_row(emitted, histogram, ranks, nodes, calls)
     ended = zip(texts, of_prompts, by_request, strict=True)
     results = [text.result(logprobs, counts) for text, logprobs, counts in ended]
