@@ -215,7 +215,7 @@ class Decoder:
                 allowed = global_arrays.put(masks, rows)
                 state = call("verify", *arguments, proposed, scored, allowed)
                 live, ended = _push(matchers, state)
-                if (ended != before).any():
+                if ended.all() or (ended != before).any():
                     break
         self.clock.newest_s = time.perf_counter() - begin
         self.clock.decode_s += self.clock.newest_s

@@ -99,6 +99,11 @@ def validated_row(
     drafter, tree = drafter_and_tree(target, drafter, tree)
     config = config.for_target(target, drafter)
     assert config.capacity is not None
+    if config.max_stall_ms is not None and isinstance(mesh, Mesh) and mesh.is_multi_process:
+        raise ValueError(
+            f"max_stall_ms={config.max_stall_ms} on a mesh of {jax.process_count()} processes, "
+            "whose times differ: omit max_stall_ms"
+        )
     groups = _groups(mesh, config.slots)
     check_detokenization(target)
     longest = np.zeros(config.capacity - config.max_tokens, np.int32)

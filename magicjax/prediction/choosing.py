@@ -286,6 +286,11 @@ def validated_candidates(
             "prefilled cache, which pipeline stages do not support; name a drafter, or use a mesh "
             "without stages"
         )
+    if isinstance(options.mesh, Mesh) and options.mesh.is_multi_process:
+        raise ValueError(
+            f"drafter='auto' on a mesh of {jax.process_count()} processes, whose times differ: "
+            "name a drafter"
+        )
     bound = upper_bounds(auto.profile)
     without_drafter = dataclasses.replace(options, drafter=None, verifier=None)
     plain = validated_request(target, prompts, params, without_drafter)
@@ -392,8 +397,8 @@ def choose(candidates: Candidates) -> tuple[Choice, Decoder, PrefilledPrompts, f
         name, tree = best
         drafter, times = decoders[name].request.drafter, {}
         if is_lookup or (_is_chain(tree) and not isinstance(drafter, Ensemble)):
-            # States of deeper trees would make every round slower.
-            deepest = 2 * tree.depth or LATER_DEPTH
+            # A state for deeper trees would make every round slower.
+            deepest = tree.depth or LATER_DEPTH
             chains = [
                 (t.depth, s) for (n, t), s in seconds_of.items() if n == name and _is_chain(t)
             ]
