@@ -1,6 +1,5 @@
 """The public calls: `generate` texts at once, or `stream` them round by round."""
 
-import dataclasses
 from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -9,19 +8,10 @@ from jax.sharding import Mesh
 
 from magicjax.decoding import memory, program_cache
 from magicjax.decoding.decoder import Decoder
-from magicjax.decoding.loop import DecodeState
-from magicjax.decoding.output import (
-    Output,
-    Rounds,
-    decode,
-    log_request,
-    output_of,
-    run_rounds,
-    run_to_end,
-    texts_of,
-)
+from magicjax.decoding.output import Output, log_request, output_of, texts_of
 from magicjax.decoding.preparation import prepare
 from magicjax.decoding.request import RequestOptions
+from magicjax.decoding.rounds import Rounds, Started, decode_texts, run_rounds, run_to_end
 from magicjax.drafters import Drafter
 from magicjax.model import Model
 from magicjax.sampling_params import SamplingParams
@@ -121,14 +111,30 @@ def run(
     options: RequestOptions,
 ) -> Output:
     """Returns the output of `generate`; the options are its keyword arguments."""
-    if auto := _chooser(options):
-        return auto.generate(target, prompts, params, options)
     compiled = program_cache.totals()
-    request = prepare(target, prompts, params, options)
-    log_request(request)
-    decoder, texts = Decoder(request), texts_of(request)
-    state = run_to_end(decoder, decoder.start(), texts)
-    return output_of(decoder, state, texts, compiled)
+    begun = _start(target, prompts, params, options)
+    decoder, state, choice, search_s = begun
+    log_request(decoder.request)
+    texts, calls = texts_of(decoder.request), ()
+    state = decoder.start() if state is None else state
+    del begun  # the loop donates the state
+    if choice is None:
+        state = run_to_end(decoder, state, texts)
+    else:
+        state, calls = choice.run(decoder, state, texts)
+    return output_of(decoder, state, texts, compiled, calls, choice, search_s)
+
+
+def _start(
+    target: Model,
+    prompts: Any,
+    params: SamplingParams | Sequence[SamplingParams],
+    options: RequestOptions,
+) -> Started:
+    """Returns the decoder of a request; with a drafter to choose, after the search."""
+    if auto := _chooser(options):
+        return auto.start(target, prompts, params, options)
+    return Started(Decoder(prepare(target, prompts, params, options)))
 
 
 def _chooser(options: RequestOptions) -> ModuleType | None:
@@ -193,31 +199,28 @@ def run_stream(
 ) -> Rounds:
     """Returns the rounds of `stream`; the options are its keyword arguments."""
     before = program_cache.totals()
-    if auto := _chooser(options):
-        prepared: tuple = auto.prepare_stream(target, prompts, params, options)
-    else:
-        request = prepare(target, prompts, params, options)
-        memory.check(request)
-        prepared = Decoder(request), None, None
+    begun = _start(target, prompts, params, options)
+    if begun.state is None:
+        memory.check(begun.decoder.request)
     after = program_cache.totals()
-    return _rounds((after[0] - before[0], after[1] - before[1]), *prepared)
+    return _rounds(begun, (after[0] - before[0], after[1] - before[1]))
 
 
-def _rounds(
-    searched: tuple[int, float],
-    decoder: Decoder,
-    choice: "Choice | None" = None,
-    state: DecodeState | None = None,
-):
+def _rounds(begun: Started, compiled: tuple[int, float]) -> Rounds:
     """Yields each round's tokens; returns the output.
 
-    `searched` is the number of programs that the choice of a drafter compiled, and the seconds.
+    Args:
+      begun: the decoder, perhaps after a search.
+      compiled: the number of programs that were compiled so far, and the seconds.
     """
     count, seconds = program_cache.totals()
-    compiled = count - searched[0], seconds - searched[1]
+    decoder, state, choice, search_s = begun
+    del begun  # the first round donates the state
     log_request(decoder.request)
     texts = texts_of(decoder.request)
     state = decoder.start() if state is None else state
-    state = yield from run_rounds(state, texts, lambda state: decode(decoder, state, texts, 1))
-    output = output_of(decoder, state, texts, compiled)
-    return dataclasses.replace(output, choice=choice)
+    state = yield from run_rounds(
+        state, texts, lambda state: decode_texts(decoder, state, texts, 1)
+    )
+    before = count - compiled[0], seconds - compiled[1]
+    return output_of(decoder, state, texts, before, (), choice, search_s)

@@ -37,7 +37,6 @@ from sharding import (
 )
 
 ROWS, EVERYWHERE = PartitionSpec(DATA), PartitionSpec()
-GB = 1e9
 
 
 @struct.dataclass

@@ -123,7 +123,7 @@ def trace(
     if rounds < 1:
         raise ValueError(f"rounds={rounds} is too small: trace at least 1 round")
     if choosing.is_choice(options.drafter):
-        request = choosing.prepare_stream(target, prompts, params, options)[0].request
+        request = choosing.start(target, prompts, params, options).decoder.request
     else:
         request = prepare(target, prompts, params, options)
     drafters = [] if request.drafter is None else [request.drafter]

@@ -30,7 +30,7 @@ def flag(name: str) -> str:
 def add_settings(parser: Any, kind: type, omitted: Iterable[str] = (), **changes: Any) -> None:
     """Adds an option for each setting of a dataclass, with its type, default and help.
 
-    An option that is not given is None, and `given` leaves it out.
+    An option that is not given is None, and `settings_from` omits it.
 
     Args:
       parser: the parser of a command, or a group of its options.

@@ -17,8 +17,9 @@ from jaxtyping import Int
 from magicjax.decoding import memory, program_cache
 from magicjax.decoding.decoder import Clock, Decoder
 from magicjax.decoding.loop import DecodeState, Prefilled
-from magicjax.decoding.output import Output, output_of, run_to_end, texts_of
+from magicjax.decoding.output import Output, output_of, texts_of
 from magicjax.decoding.request import Request
+from magicjax.decoding.rounds import run_to_end
 from magicjax.drafters import Drafter
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.settings import PrefillSettings

@@ -30,7 +30,6 @@ from magicjax.settings import Settings
 from magicjax.trees.token_tree import Tree
 from sharding import DATA, STAGE, AnyMesh, array_bytes, factored, global_arrays
 
-INT32_MAX = 2**31 - 1
 PREFILL_CHUNK = 512  # tokens of a row in a prefill step
 PREFILL_TOKENS = 8192  # of all rows of a device in a prefill step: bounds the activations
 

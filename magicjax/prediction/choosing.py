@@ -25,19 +25,11 @@ from magicjax.decoding.counts import Counts, by_row
 from magicjax.decoding.decoder import Clock, Decoder
 from magicjax.decoding.loop import DecodeState
 from magicjax.decoding.memory import OutOfMemoryError
-from magicjax.decoding.output import (
-    Call,
-    Output,
-    decode,
-    log_request,
-    output_of,
-    run_adaptive,
-    run_to_end,
-    texts_of,
-)
+from magicjax.decoding.output import texts_of
 from magicjax.decoding.paired_timing import PrefilledPrompts, median_ratio, time_decoders
 from magicjax.decoding.preparation import drafter_and_tree, place, prepare, validated_request
 from magicjax.decoding.request import Request, RequestOptions
+from magicjax.decoding.rounds import Call, Started, decode_texts, run_adaptive, run_to_end
 from magicjax.decoding.text import Text
 from magicjax.drafters import Drafter, Ensemble, PromptLookup, SelfSpeculation, SuffixLookup
 from magicjax.drafters.spec import text_of
@@ -190,6 +182,34 @@ class Choice:
     def name(self) -> str:
         """The drafter as commands write it, or "off"."""
         return "off" if self.drafter is None else text_of(self.drafter)
+
+    def run(
+        self, decoder: Decoder, state: DecodeState, texts: Sequence[Text]
+    ) -> tuple[DecodeState, list[Call]]:
+        """Returns (the state when all texts have ended, calls) of a run that starts after prefill.
+
+        In greedy decoding, the depth of a chain adapts.
+        """
+        if decoder.request.rows.sampling is not None or not self.times:
+            state = run_to_end(decoder, state, texts)
+            return state, [(decoder.loop_settings.shape.depth, np.asarray(state.histogram))]
+        assert self.tree is not None
+        trial = next(trial for trial in self.trials if trial.name == self.name)
+        arms = {depth: Arm(self.name, depth) if depth else PLAIN for depth in self.times}
+        controller = Controller.create(
+            arms.values(),
+            len(texts),
+            first=arms[self.tree.depth],
+            rates=[by_rank[0] for by_rank in trial.acceptance],
+            rounds=PRIOR_ROUNDS,
+            times=RoundTimes((1,), {arms[d]: (s,) for d, s in self.times.items()}),
+            until_last_row_ends=True,
+        )
+        decoders = {
+            arm: _with_tree(decoder, chain(depth) if depth else ROOT_ONLY)
+            for depth, arm in arms.items()
+        }
+        return run_adaptive(decoders, controller, state, texts, RUN_ROUNDS)
 
     def __str__(self) -> str:
         """Returns the measurements and the choice as lines of text."""
@@ -475,7 +495,7 @@ def _rounds_of(
     for _ in range(TRIAL_ROUNDS // CALL_ROUNDS):
         if state.ended.all():
             break
-        state = decode(decoder, state, texts, CALL_ROUNDS)
+        state = decode_texts(decoder, state, texts, CALL_ROUNDS)
         times.append(decoder.clock.newest_s / int(state.rounds))
     counts = jax.device_get((state.emitted, state.histogram, state.ranks, state.nodes))
     seconds = statistics.median(times[1:] or times or [0.0])
@@ -520,60 +540,25 @@ def _is_chain(tree: Tree) -> bool:
     return isinstance(tree, TokenTree) and tree.depth > 0 and tree == chain(tree.depth)
 
 
-def generate(
+def start(
     target: Model,
     prompts: Any,
     params: SamplingParams | Sequence[SamplingParams],
     options: RequestOptions,
-) -> Output:
-    """Returns the output of `magicjax.generate` with a drafter to choose, or with a choice."""
-    compiled = program_cache.totals()
-    choice, decoder, state, plan_s = _started(target, prompts, params, options)
-    log_request(decoder.request)
-    texts, state = texts_of(decoder.request), decoder.start() if state is None else state
-    if decoder.request.rows.sampling is None and choice.times:
-        state, calls = _run_chains(decoder, choice, state, texts)
-    else:
-        state = run_to_end(decoder, state, texts)
-        calls = [(decoder.loop_settings.shape.depth, np.asarray(state.histogram))]
-    depths = tuple(depth for depth, _ in calls)
-    output = output_of(decoder, state, texts, compiled, calls, plan_s=plan_s, depths=depths)
-    return dataclasses.replace(output, choice=choice)
-
-
-def prepare_stream(
-    target: Model,
-    prompts: Any,
-    params: SamplingParams | Sequence[SamplingParams],
-    options: RequestOptions,
-) -> tuple[Decoder, Choice, DecodeState | None]:
-    """Returns (the decoder, the choice, the state after the search's prefill).
-
-    The tree is fixed. The state is None for a reused choice: nothing has run.
-    """
-    choice, decoder, state, _ = _started(target, prompts, params, options)
-    return decoder, choice, state
-
-
-def _started(
-    target: Model,
-    prompts: Any,
-    params: SamplingParams | Sequence[SamplingParams],
-    options: RequestOptions,
-) -> tuple[Choice, Decoder, DecodeState | None, float]:
-    """Returns (the choice, its decoder, the state after a search, seconds of the search)."""
+) -> Started:
+    """Returns the request of a choice; the state is None for one that is reused."""
     if isinstance(options.tree, str) and options.tree == "auto":
         options = _with_one_drafter(target, options)
     if isinstance(options.drafter, Choice):
         choice, decoder = options.drafter, Decoder(_reused(target, prompts, params, options))
-        if choice.times and choice.tree is not None:  # the state is as deep as the deepest chain
+        if choice.times:  # the state is as deep as the deepest chain
+            assert choice.tree is not None
             decoder = _with_tree(decoder, choice.tree)
-        return choice, decoder, None, 0.0
-    choice, decoder, prefilled, plan_s = choose(
-        validated_candidates(target, prompts, params, options)
-    )
+        return Started(decoder, choice=choice)
+    candidates = validated_candidates(target, prompts, params, options)
+    choice, decoder, prefilled, search_s = choose(candidates)
     decoder = dataclasses.replace(decoder, clock=Clock(prefill_s=prefilled.seconds))
-    return choice, decoder, prefilled.start(decoder), plan_s
+    return Started(decoder, prefilled.start(decoder), choice, search_s)
 
 
 def _with_one_drafter(target: Model, options: RequestOptions) -> RequestOptions:
@@ -607,26 +592,3 @@ def _reused(
     tree = None if tree == ROOT_ONLY else tree  # an ensemble has its own
     options = dataclasses.replace(options, drafter=choice.drafter, tree=tree)
     return prepare(target, prompts, params, options)
-
-
-def _run_chains(
-    decoder: Decoder, choice: Choice, state: DecodeState, texts: Sequence[Text]
-) -> tuple[DecodeState, list[Call]]:
-    """Returns (the state when all rows have ended, calls) of a run that adapts the depth."""
-    assert choice.tree is not None
-    trial = next(trial for trial in choice.trials if trial.name == choice.name)
-    arms = {depth: Arm(choice.name, depth) if depth else PLAIN for depth in choice.times}
-    controller = Controller.create(
-        arms.values(),
-        len(texts),
-        first=arms[choice.tree.depth],
-        rates=[by_rank[0] for by_rank in trial.acceptance],
-        rounds=PRIOR_ROUNDS,
-        times=RoundTimes((1,), {arms[d]: (s,) for d, s in choice.times.items()}),
-        until_last_row_ends=True,
-    )
-    decoders = {
-        arm: _with_tree(decoder, chain(depth) if depth else ROOT_ONLY)
-        for depth, arm in arms.items()
-    }
-    return run_adaptive(decoders, controller, state, texts, RUN_ROUNDS)

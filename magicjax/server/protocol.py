@@ -74,7 +74,7 @@ class Generation:
       chat: whether it came to /v1/chat/completions.
       prompts: int32 [T] each.
       n: samples of each prompt.
-      params: one per prompt.
+      params: of all prompts and samples; seeds are consecutive.
       stream: whether text is sent as it arrives.
       include_usage: whether a stream ends with the counts of tokens.
       continuous_usage: whether every event of the stream has the counts so far.

@@ -24,8 +24,8 @@ from magicjax.decoding.controller import (
 )
 from magicjax.decoding.counts import tried_and_accepted
 from magicjax.decoding.decoder import Decoder
-from magicjax.decoding.output import run_adaptive
 from magicjax.decoding.output import texts_of as empty_texts
+from magicjax.decoding.rounds import run_adaptive
 from magicjax.drafters.text_lookup import TextLookup
 from magicjax.trees.token_tree import ROOT_ONLY, chain
 from tests.magicjax import keywords, tiny

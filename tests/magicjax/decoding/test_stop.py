@@ -9,7 +9,8 @@ import magicjax
 from magicjax.decoding import program_cache
 from magicjax.decoding.controller import Arm, Controller
 from magicjax.decoding.decoder import Decoder
-from magicjax.decoding.output import ROUNDS_PER_CALL, output_of, run_adaptive, texts_of
+from magicjax.decoding.output import output_of, texts_of
+from magicjax.decoding.rounds import ROUNDS_PER_CALL, run_adaptive
 from tests.magicjax import keywords, tiny
 from tests.quick import quick
 

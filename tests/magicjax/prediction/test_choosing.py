@@ -78,7 +78,7 @@ def test_the_text_is_exact_and_the_choice_can_be_reused(tally):
     assert {trial.name for trial in choice.trials} == {SELF, "prompt-lookup:4", "self:snapkv:16"}
     assert len({name for name, _ in choice.timed}) == choosing.FINALISTS
     assert [*choice.timed.values()] == sorted(choice.timed.values(), reverse=True)
-    assert [*choice.times] == [0, 1, 2, 4]
+    assert [*choice.times] == [d for d in (0, 1, 2, 4) if d <= choice.tree.depth]
     assert first.stats.plan_s > 0 and first.stats.depths[0] == choice.tree.depth
     assert len(first.stats.depths) > 2
     assert str(choice).splitlines()[3].startswith(f"chosen: {SELF}, depth")

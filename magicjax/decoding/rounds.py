@@ -1,0 +1,155 @@
+"""Rounds of a batch whose texts the host follows: to the end, one by one, or adaptive."""
+
+import dataclasses
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+from magicjax.decoding.controller import PROBE_ROUNDS, Arm, Controller
+from magicjax.decoding.decoder import Decoder
+from magicjax.decoding.loop import ALL_ROUNDS, DecodeState
+from magicjax.decoding.text import NewTokens, Text
+from sharding import global_arrays
+
+Rounds = Generator[list[NewTokens], bool | None, Any]
+Call = tuple[int, Int[np.ndarray, "B A"]]  # depth of the tree, and histogram of each row
+ROUNDS_PER_CALL = 8  # of the loop between two searches for stop strings
+
+
+class Started(NamedTuple):
+    """A request before its first round.
+
+    Attributes:
+      decoder: of the request.
+      state: after prefill; None: nothing has run.
+      choice: of drafter and tree, `magicjax.Choice`; None if there was none.
+      search_s: seconds of the choice, without compilation.
+    """
+
+    decoder: Decoder
+    state: DecodeState | None = None
+    choice: Any = None
+    search_s: float = 0.0
+
+
+def run_to_end(decoder: Decoder, state: DecodeState, texts: Sequence[Text]) -> DecodeState:
+    """Returns the state when all texts have ended; donates `state`.
+
+    The loop compares tokens, not strings. With stop strings it therefore runs a few rounds at a
+    time, and the host searches the text. With grammars, the host masks every round.
+    """
+    rounds = ROUNDS_PER_CALL if any(text.params.stop for text in texts) else ALL_ROUNDS
+    running = run_rounds(state, texts, lambda state: decode_texts(decoder, state, texts, rounds))
+    return exhausted(running)
+
+
+def run_adaptive(
+    decoders: Mapping[Arm, Decoder],
+    controller: Controller,
+    state: DecodeState,
+    texts: Sequence[Text],
+    rounds: int,
+) -> tuple[DecodeState, list[Call]]:
+    """Returns (the state when all texts have ended, calls); donates `state`.
+
+    Args:
+      decoders: by arm, for one request with a drafter; all loops are compiled before the first
+        call.
+      controller: chooses the arm of each call after the first one.
+      state: after prefill, as deep as the deepest tree.
+      texts: one per row.
+      rounds: per call that is not a probe.
+    """
+    for decoder in decoders.values():
+        decoder.loop(state)
+    drafter = next(iter(decoders.values())).request.drafter
+    assert drafter is not None
+    name = max(decoders, key=lambda arm: arm.depth).drafter
+    calls: list[Call] = []
+    ran: set[Arm] = set()
+    total = np.zeros(state.histogram.shape, np.int32)
+
+    def run(state: DecodeState) -> DecodeState:
+        nonlocal controller, total
+        if calls:
+            controller = controller.chosen(
+                {i: t.lengths for i, t in enumerate(texts) if not t.ended}
+            )
+        arm, most = controller.arm, PROBE_ROUNDS if controller.is_probe else rounds
+        loaded, decoder = arm in ran, decoders[arm]
+        ran.add(arm)
+        state = decode_texts(decoder, state, texts, most)
+        histogram = np.array(state.histogram) - total
+        total = total + histogram
+        calls.append((arm.depth, histogram))
+        simulated = drafter.simulated(state.drafter)
+        controller = controller.counted(
+            total,
+            int(histogram.sum(1).max()),
+            decoder.clock.newest_s if loaded else None,
+            {} if simulated is None else {name: np.array(simulated)},
+        )
+        return state
+
+    return exhausted(run_rounds(state, texts, run)), calls
+
+
+def exhausted(rounds: Generator[Any, Any, DecodeState]) -> DecodeState:
+    """Returns the last state of `run_rounds`."""
+    while True:
+        try:
+            next(rounds)
+        except StopIteration as end:
+            return end.value
+
+
+def decode_texts(
+    decoder: Decoder, state: DecodeState, texts: Sequence[Text], rounds: int
+) -> DecodeState:
+    """Returns the state after some rounds under the grammars of the texts."""
+    return decoder.decode(state, rounds, matchers=[text.matcher for text in texts])
+
+
+def run_rounds(
+    state: DecodeState, texts: Sequence[Text], decode: Callable[[DecodeState], DecodeState]
+) -> Generator[list[NewTokens], bool | None, DecodeState]:
+    """Yields what each row has generated, after prefill and after every call of the loop.
+
+    Returns the last state. It ends when all texts have ended, or when True is sent to it.
+
+    Args:
+      state: after prefill; donated.
+      texts: one per row, empty; the new tokens are pushed. Rows end with them.
+      decode: runs some rounds.
+
+    Raises:
+      RuntimeError: a grammar exceeds its limits in the middle of a text, or logits are NaN.
+    """
+    while True:
+        state, pieces = _push(state, texts)
+        stop = yield pieces
+        if stop or all(text.ended for text in texts):
+            return state
+        state = decode(state)
+
+
+def _push(state: DecodeState, texts: Sequence[Text]) -> tuple[DecodeState, list[NewTokens]]:
+    """Returns the state, in which rows have ended whose texts have, and the new tokens."""
+    emitted, output, ended, logprobs = global_arrays.fetch(
+        (state.emitted, state.output, state.ended, state.logprobs)
+    )
+    pieces = []
+    for row, text in enumerate(texts):
+        if text.ended:
+            pieces.append(text.nothing)
+            continue
+        new = slice(0, emitted[row])
+        pieces.append(text.push(output[row, new], logprobs and logprobs[row, new], ended[row]))
+        if text.finish_reason == "error":
+            raise RuntimeError(f"row {row}: {text.error}")
+    finished = np.array([text.ended for text in texts])
+    if (finished != ended).any():
+        state = dataclasses.replace(state, ended=global_arrays.put(finished, state.ended.sharding))
+    return state, pieces
