@@ -343,8 +343,7 @@ class Engine:
         self._controller = controller.counted(histogram, rounds, seconds, simulated)
         self._ended = ended.copy()
         for slot, handle in list(running.items()):
-            handle.histogram = tuple(histogram[slot].tolist())
-            handle.drafted = int(nodes[slot])
+            handle.count(controller.arm.depth, histogram[slot], int(nodes[slot]))
             tokens = output[slot, : emitted[slot]]
             self._deliver(handle, tokens, logprobs and logprobs[slot], ended[slot])
 

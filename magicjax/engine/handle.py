@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from jaxtyping import Int
 
-from magicjax.decoding.counts import Counts
+from magicjax.decoding.counts import Counts, by_row
 from magicjax.decoding.text import NewTokens, Result, Text
 from magicjax.verification.logprobs import LogProbs
 
@@ -82,8 +82,9 @@ class Handle:
         self.first_s: float | None = None
         self.first_tokens = self.reused_tokens = self.prefilled_tokens = 0
         self.prompt_logprobs: LogProbs | None = None
-        self.histogram: tuple[int, ...] = ()
-        self.drafted = 0
+        self._drafted = 0
+        self._histogram = np.zeros(1, int)  # rounds that accepted 0, 1, ... drafted tokens
+        self._by_depth: dict[int, np.ndarray] = {}  # the same by the depth of the tree
         self._newest_s = 0.0
         self._itl_s: list[float] = []
 
@@ -95,7 +96,7 @@ class Handle:
     @property
     def rounds(self) -> int:
         """Rounds of the loop so far."""
-        return sum(self.histogram)
+        return int(self._histogram.sum())
 
     @property
     def tokens(self) -> Int[np.ndarray, "T"]:
@@ -147,6 +148,18 @@ class Handle:
             self._newest_s = now
         self._add(piece)
 
+    def count(self, depth: int, histogram: Int[np.ndarray, "A"], drafted: int) -> None:
+        """Counts a call of the loop with a tree of some depth. For the engine.
+
+        Args:
+          depth: of the tree.
+          histogram: number of rounds so far that accepted 0, 1, ... drafted tokens.
+          drafted: nodes proposed so far.
+        """
+        of_call = histogram - self._histogram
+        self._by_depth[depth] = self._by_depth.get(depth, 0) + of_call
+        self._histogram, self._drafted = histogram, drafted
+
     def finish(self, reason: str, now: float) -> Result:
         """Ends the request, unless its text has ended; returns the result. For the engine."""
         if not self.text.finish_reason:
@@ -162,7 +175,11 @@ class Handle:
         new = len(self.tokens)
         counts = Counts()
         if self.rounds:
-            counts = Counts.of_row(self.histogram, self.text.emitted - 1, self.drafted)
+            rows = (np.array(x)[None] for x in (self.text.emitted, self._histogram, self._drafted))
+            emitted, histogram, drafted = rows
+            ranks = np.zeros((*histogram.shape, 0), int)  # engines do not count tries
+            calls = [(depth, of_calls[None]) for depth, of_calls in self._by_depth.items()]
+            (counts,) = by_row(emitted, histogram, ranks, drafted, calls)
         ttft_s = tpot_s = None
         if self.first_s is not None:
             ttft_s = self.first_s - self.submitted_s

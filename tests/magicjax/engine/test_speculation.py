@@ -131,6 +131,16 @@ def test_requests_that_join_a_busy_engine_do_not_draft(tally):
     assert accepted[:2] == [0, 0] and accepted[2] > 0
 
 
+def test_a_request_counts_the_trees_that_ran():
+    engine = forced("prompt lookup", slots=1, rounds_per_step=1)
+    stats = engine.submit(engines.prompts()[0]).result().stats
+    rounds = engine.stats.rounds_by_arm
+    deepest = max(arm.depth for arm in rounds)
+    assert stats.rounds == sum(rounds.values()) and rounds[PLAIN]
+    assert stats.perfect == sum(arm.depth * n for arm, n in rounds.items())
+    assert stats.tried[0] == stats.rounds - rounds[PLAIN] and stats.perfect < deepest * stats.rounds
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", quick(["streaming", "prompt lookup", "small"], "prompt lookup"))
 def test_sampled_texts_do_not_depend_on_the_arms(name):
