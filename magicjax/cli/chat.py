@@ -319,6 +319,8 @@ def _ending(result: Result, limit: int) -> str:
     stats = result.stats
     if result.finish_reason == "cancelled":
         return "(stopped)"
+    if result.finish_reason == "error":
+        return f"({result.error})"
     if result.finish_reason in ("eos", "stop"):
         return ""
     if stats.prompt_tokens + stats.new_tokens >= limit:

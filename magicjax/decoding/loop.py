@@ -6,7 +6,7 @@ them as programs of their own.
 `prefill` runs the target over the prompts, or over what follows the tokens of a given cache, and
 `init_state` builds the initial state. The state is immutable and holds everything that a round
 reads or writes. `decode` runs rounds in one compiled `while_loop` until all rows have ended or
-`max_rounds` have run; `step` runs one, for streaming. In an engine, `magicjax.decoding.slots`
+`max_rounds` have run; `step` runs one. In an engine, `magicjax.decoding.slots`
 replaces rows of the state.
 """
 
@@ -233,7 +233,7 @@ def _prefilled(
 ) -> Prefilled:
     """Returns the first tokens, chosen from the hidden states of the prompts' last tokens."""
     logits, axis_names, processor = target.unembed(hidden), target.split.axes, rows.processor
-    is_nan = _gives_nan(hidden)
+    is_nan = _is_nan(logits)
     if processor is not None:  # the text is empty: no token is at the root
         root = jnp.full_like(rows.lengths, logits_processor.NO_TOKEN)[:, None]
         emitted = jnp.zeros_like(rows.lengths)
@@ -314,7 +314,7 @@ def score(
         hidden, aux, inputs = target(scored, positions, attend, spec.layer_inputs)
         kv, queries = zip(*aux, strict=True)
         logits = target.unembed(hidden)
-        is_nan = _gives_nan(hidden)
+        is_nan = _is_nan(logits)
         if state.rows.processor is not None:
             at = proposal.tokens, proposal.parents, state.emitted, state.rows.eos, target.split.axes
             logits = logits_processor.process(state.rows.processor, logits, *at)
@@ -472,9 +472,9 @@ def _validated_proposal(proposed: Any, drafter: str, state: DecodeState) -> tupl
     return proposed
 
 
-def _gives_nan(hidden: Float[Array, "*B E"]) -> Bool[Array, "*B"]:
-    """Returns where a hidden state gives NaN logits, without a pass over them."""
-    return ~jnp.isfinite(hidden).all(-1)
+def _is_nan(logits: Float[Array, "*B V"]) -> Bool[Array, "*B"]:
+    """Returns where logits are NaN: a hidden state that is not finite makes all of them NaN."""
+    return jnp.isnan(logits[..., 0])
 
 
 def _is_eos(tokens: Int[Array, "B A"], eos: Int[Array, "B E"]) -> Bool[Array, "B A"]:

@@ -10,7 +10,7 @@ from jaxtyping import Int
 from magicjax.decoding.controller import PROBE_ROUNDS, Arm, Controller
 from magicjax.decoding.decoder import Decoder
 from magicjax.decoding.loop import ALL_ROUNDS, DecodeState
-from magicjax.decoding.text import NewTokens, Text
+from magicjax.decoding.text import NewTokens, Text, TextError
 from sharding import global_arrays
 
 Rounds = Generator[list[NewTokens], bool | None, Any]
@@ -125,7 +125,7 @@ def run_rounds(
       decode: runs some rounds.
 
     Raises:
-      RuntimeError: a grammar exceeds its limits in the middle of a text, or logits are NaN.
+      TextError: a grammar exceeds its limits in the middle of a text, or logits are NaN.
     """
     while True:
         state, pieces = _push(state, texts)
@@ -148,7 +148,7 @@ def _push(state: DecodeState, texts: Sequence[Text]) -> tuple[DecodeState, list[
         new = slice(0, emitted[row])
         pieces.append(text.push(output[row, new], logprobs and logprobs[row, new], ended[row]))
         if text.finish_reason == "error":
-            raise RuntimeError(f"row {row}: {text.error}")
+            raise TextError(f"row {row}: {text.error}")
     finished = np.array([text.ended for text in texts])
     if (finished != ended).any():
         state = dataclasses.replace(state, ended=global_arrays.put(finished, state.ended.sharding))

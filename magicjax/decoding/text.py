@@ -18,6 +18,11 @@ from magicjax.verification.logprobs import LogProbs
 # Why a text ended: an EOS token, its limit of new tokens, a stop string or token, its caller, its
 # deadline, or an error: a grammar that exceeds its limits in the middle of the text, or NaN logits.
 FINISH_REASONS = ("eos", "length", "stop", "cancelled", "deadline", "error")
+GRAMMAR_FAILED = "the grammar cannot be followed"
+
+
+class TextError(ValueError, RuntimeError):
+    """A text cannot go on: its grammar exceeds its limits, or the target's logits are NaN."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +58,7 @@ class Result:
       finish_reason: one of `FINISH_REASONS`.
       stats: its acceptance; of a request of an engine, the `RequestStats` with times.
       reasoning: the text before the answer that the model marks as reasoning.
+      error: what went wrong, if the finish reason is "error".
     """
 
     prompt: Int[np.ndarray, "T"]
@@ -63,6 +69,7 @@ class Result:
     finish_reason: str
     stats: Any
     reasoning: str = ""
+    error: str = ""
 
 
 class Text:
@@ -156,7 +163,7 @@ class Text:
         """Returns why the text ends here; "" if it does not."""
         last = self._tokens[-1] if self._tokens else None
         if self.matcher is not None and (error := self.matcher.error):  # its masks allow EOS alone
-            self.error = f"the grammar cannot be followed: {error}"
+            self.error = f"{GRAMMAR_FAILED}: {error}"
             return "error"
         if self._detokenizer is not None and self._detokenizer.stopped:
             return "stop"
@@ -177,11 +184,14 @@ class Text:
     def finish(self, reason: str) -> NewTokens:
         """Ends the text, and returns what was held back of it."""
         assert reason in FINISH_REASONS and not self.finish_reason, (reason, self.finish_reason)
-        self.finish_reason, rest, reasoning = reason, None, ""
+        rest, reasoning = None, ""
         if self._detokenizer is not None:
             before = len(self._detokenizer.reasoning)
             rest = self._detokenizer.finish()
             reasoning = self._detokenizer.reasoning[before:]
+            if self._detokenizer.stopped and reason in ("eos", "length"):  # by what was held back
+                reason = "stop"
+        self.finish_reason = reason
         return NewTokens(np.zeros(0, np.int32), rest, self._logprobs[0], reasoning)
 
     def result(self, prompt_logprobs: LogProbs | None, stats: Counts) -> Result:
@@ -200,6 +210,7 @@ class Text:
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             finish_reason=self.finish_reason,
+            error=self.error,
             stats=stats,
             reasoning=reasoning or "",
         )

@@ -90,6 +90,8 @@ class AttendTo(_Rows):
     keep_queries: bool = struct.field(default=False, pytree_node=False)
 
     def _attend(self, q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, Any]:
+        if self.live is not None:  # a wrong draft with NaN must not reach other nodes: 0 * NaN
+            k, v = (jnp.where(jnp.isfinite(x), x, 0) for x in (k, v))
         mask, (window,) = self.mask, self.cache.windows
         if window is not None and window < q.shape[1]:
             distance = self.positions[:, :, None] - self.positions[:, None]

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 
-from magicjax.decoding.text import NewTokens, Result
+from magicjax.decoding.text import GRAMMAR_FAILED, NewTokens, Result
 from magicjax.engine.engine import Engine
 from magicjax.engine.handle import Handle
 from magicjax.engine.stats import EngineStats
@@ -85,9 +85,9 @@ class Job:
             if isinstance(event, ApiError):
                 raise event
             if isinstance(event.value, Result) and event.value.finish_reason == "error":
-                if self.generation.params.grammar is None:
-                    raise server_error("the model's logits are NaN")
-                raise ApiError(400, "the grammar of the request exceeds the limits of its parser")
+                if event.value.error.startswith(GRAMMAR_FAILED):
+                    raise ApiError(400, "the grammar of the request exceeds its parser's limits")
+                raise server_error("the model's logits are NaN")
             missing -= isinstance(event.value, Result)
             yield event
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import magicjax
+from magicjax.benchmarks.synthetic import Synthetic
 from tests.magicjax import tiny
 
 DRAFTERS = {"plain": {}, "tree": dict(drafter=tiny.drafter("near"), tree=tiny.TREES["2,2,1"])}
@@ -48,6 +49,22 @@ def test_generate_and_stream_name_the_row(name, sampled):
     with pytest.raises(RuntimeError, match="the target's logits are NaN"):
         for _ in magicjax.stream(target(TOKEN), tiny.prompts(8), params, **DRAFTERS[name]):
             pass
+
+
+@pytest.mark.parametrize("backend", ["xla", "reference"])
+def test_a_wrong_draft_with_nan_changes_nothing(backend):
+    """A drafted node with NaN must not reach its siblings and the root through masked weights."""
+    token = next(t for t in range(tiny.VOCAB) if not any(t in row for row in TEXTS) and t != 0)
+    text = np.full((8, 64), token, np.int32)
+    drafter = Synthetic(None, jnp.asarray(text), jnp.float32(1.0))
+    params = magicjax.SamplingParams(max_tokens=tiny.NEW)
+    prompts = [[t for t in prompt if t != token] for prompt in tiny.prompts(8)]
+    plain = magicjax.generate(target(token), prompts, params, backend=backend)
+    tree = tiny.TREES["chain4"]
+    drafted = magicjax.generate(
+        target(token), prompts, params, drafter=drafter, tree=tree, backend=backend
+    )
+    np.testing.assert_array_equal(drafted.tokens, plain.tokens)
 
 
 def test_a_prompt_with_nan_has_no_token():
