@@ -56,7 +56,7 @@ class SamplingParams:
     )
     min_p: float = setting(
         0.0,
-        "before `top_k`, leave out tokens whose probability is below `min_p` times the highest "
+        "before `top_k`, exclude tokens whose probability is below `min_p` times the highest "
         "one; 0 for none",
         ge=0,
         le=1,
@@ -64,7 +64,7 @@ class SamplingParams:
     )
     top_n_sigma: float = setting(
         0.0,
-        "before the other filters, leave out tokens whose logits are more than this many standard "
+        "before the other filters, exclude tokens whose logits are more than this many standard "
         "deviations of the logits below the highest one, as in llama.cpp; 0 for none",
         ge=0,
         hint="0 for all tokens",

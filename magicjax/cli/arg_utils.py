@@ -96,7 +96,7 @@ def check_effects(
 
 def explain(error: Exception, arguments: argparse.Namespace) -> str:
     """Returns the text of an error, in which arguments of Python are called by their options."""
-    if isinstance(error, OptionError):
+    if isinstance(error, OptionError) and error.field in vars(arguments):
         bare = error.value is ... or error.value is True
         name = flag(error.field)
         return error.naming(name if bare else f"{name} {error.value}")

@@ -17,12 +17,13 @@ from jaxtyping import UInt32
 from magicjax import loading, placement
 from magicjax.decoding import memory, validation
 from magicjax.decoding.prompts import prompts_of, token_ids
+from magicjax.decoding.reasoning import TAIL
 from magicjax.decoding.request import Request, RequestOptions
 from magicjax.decoding.rows import rows_of
 from magicjax.decoding.text import matcher_of
 from magicjax.drafters import Drafter
 from magicjax.drafters.spec import resolve
-from magicjax.grammars.matcher import first_masks
+from magicjax.grammars.matcher import Matcher, first_masks
 from magicjax.model import CAPACITY_MULTIPLE, Model
 from magicjax.parallel import pipeline_stages
 from magicjax.sampling_params import SamplingParams
@@ -133,12 +134,17 @@ def _first_masks(
     """
     if all(each.grammar is None for each in params):
         return None
-    pairs = zip(prompts, params, strict=True)
-    matchers = [matcher_of(target, prompt, each, eos) for prompt, each in pairs]
+    made: dict[Any, Matcher | None] = {}  # rows often share a grammar
+    matchers = []
+    for prompt, each in zip(prompts, params, strict=True):
+        key = each.grammar, each.stop_token_ids, tuple(prompt[-TAIL:].tolist())
+        if key not in made:
+            made[key] = matcher_of(target, prompt, each, eos)
+        matchers.append(made[key])
     allowed = first_masks(matchers, target.config.vocab_size)
-    for each in matchers:
-        if each is not None and each.error:
-            raise ValueError(f"the grammar is not supported: {each.error}")
+    for one in matchers:
+        if one is not None and one.error:
+            raise ValueError(f"the grammar is not supported: {one.error}")
     return allowed
 
 

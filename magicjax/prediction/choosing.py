@@ -31,16 +31,25 @@ from magicjax.decoding.preparation import drafter_and_tree, place, prepare, vali
 from magicjax.decoding.request import Request, RequestOptions
 from magicjax.decoding.rounds import Call, Started, decode_texts, run_adaptive, run_to_end
 from magicjax.decoding.text import Text
-from magicjax.drafters import Drafter, Ensemble, PromptLookup, SelfSpeculation, SuffixLookup
+from magicjax.drafters import (
+    Cascade,
+    Drafter,
+    Eagle,
+    Ensemble,
+    PromptLookup,
+    SelfSpeculation,
+    SmallModel,
+    SuffixLookup,
+)
 from magicjax.drafters.spec import text_of
 from magicjax.drafters.text_lookup import TextLookup
 from magicjax.model import Model
 from magicjax.prediction import cost_model, planner
-from magicjax.prediction.planner.candidates import make_candidate, model_sizes
+from magicjax.prediction.planner.candidates import TARGET_DRAFTERS, make_candidate, model_sizes
 from magicjax.sampling_params import SamplingParams
 from magicjax.trees.sequoia import expected_tokens, optimal
 from magicjax.trees.token_tree import ROOT_ONLY, TokenTree, Tree, TreeShape, chain, expansion
-from sharding import STAGE, factored
+from sharding import STAGE, factored, global_arrays
 
 logger = logging.getLogger("magicjax")
 
@@ -267,7 +276,7 @@ def is_choice(drafter: Any) -> bool:
 
 def for_tree(drafter: Drafter, profile: str | os.PathLike | None = None) -> Auto:
     """Returns the settings that choose the tree of one drafter, `tree="auto"`."""
-    branches = not isinstance(drafter, PromptLookup | SuffixLookup)
+    branches = isinstance(drafter, TARGET_DRAFTERS | SmallModel | Eagle)
     return Auto((drafter,), RANKS if branches else Auto.tree, profile)
 
 
@@ -299,6 +308,11 @@ def validated_candidates(
     """
     if options.tree is not None:
         raise ValueError("drafter='auto' chooses the tree: omit tree")
+    if not (isinstance(options.drafter, Auto) or options.drafter == "auto"):
+        raise ValueError(
+            f"drafter={options.drafter!r} is not a choice of drafters: pass 'auto', or "
+            "magicjax.Auto(...)"
+        )
     auto = options.drafter if isinstance(options.drafter, Auto) else Auto()
     if options.mesh is not None and factored(options.mesh).shape[STAGE] > 1:
         raise ValueError(
@@ -357,22 +371,25 @@ def upper_bounds(
     """
     if profile is None and not os.path.exists(cost_model.default_profile()):
         return lambda request, depth: None
-    device = cost_model.device_of(profile or cost_model.default_profile())
+    source = profile or cost_model.default_profile()
+    device = cost_model.device_of(source)
 
     def bound(request: Request, depth: int) -> float | None:
         settings, target = request.settings, request.target
         assert request.drafter is not None
+        devices = 1 if settings.mesh is None else settings.mesh.size
+        limits = global_arrays.fetch(request.rows.limits)
+        context = int(np.mean([len(prompt) for prompt in request.prompts]) + limits.mean() / 2)
         sizes = model_sizes(target, device.dtype)
         try:
+            cost_model.check_dtype(device, str(target.dtype), source)
             candidate = make_candidate(request.drafter, sizes, device.dtype, ((1.0,),))
+            candidate = dataclasses.replace(candidate, deepest=min(candidate.deepest, depth))
+            machine = cost_model.Machine(device, settings.groups, devices // settings.groups)
+            where = machine, len(request.prompts), context
+            return planner.predictions(sizes, candidate, *where)[0].speedup
         except ValueError:
             return None
-        candidate = dataclasses.replace(candidate, deepest=min(candidate.deepest, depth))
-        devices = 1 if settings.mesh is None else settings.mesh.size
-        machine = cost_model.Machine(device, settings.groups, devices // settings.groups)
-        context = int(np.mean([len(prompt) for prompt in request.prompts]))
-        batch = len(request.prompts)
-        return planner.predictions(sizes, candidate, machine, batch, context)[0].speedup
 
     return bound
 
@@ -383,19 +400,20 @@ def choose(candidates: Candidates) -> tuple[Choice, Decoder, PrefilledPrompts, f
     The seconds exclude compilation.
     """
     plain, decoders = _placed(candidates)
-    drafters = [each.drafter for each in decoders.values() if each.drafter is not None]
-    prefilled = PrefilledPrompts.create(plain.request, drafters)
-    begin = time.perf_counter() - program_cache.totals()[1]
     trials, skipped = [], dict(candidates.skipped)
-    (_, plain_s), prefilled = _rounds_of(plain, prefilled)
-    for name, decoder in decoders.items():
-        if not plain_s:
-            skipped[name] = "prefill's token ended all rows"
-            continue
+    for name, decoder in [*decoders.items()]:  # before the target's cache is allocated
         try:
             memory.check(decoder.request)
         except OutOfMemoryError as error:
             skipped[name] = str(error)
+            del decoders[name]
+    drafters = [each.drafter for each in decoders.values() if each.drafter is not None]
+    prefilled = PrefilledPrompts.create(plain.request, drafters)
+    begin = time.perf_counter() - program_cache.totals()[1]
+    (_, plain_s), prefilled = _rounds_of(plain, prefilled)
+    for name, decoder in decoders.items():
+        if not plain_s:
+            skipped[name] = "prefill's token ended all rows"
             continue
         (counted, seconds), prefilled = _rounds_of(decoder, prefilled)
         (_, after), prefilled = _rounds_of(plain, prefilled)
@@ -416,7 +434,7 @@ def choose(candidates: Candidates) -> tuple[Choice, Decoder, PrefilledPrompts, f
     if best is not None:
         name, tree = best
         drafter, times = decoders[name].request.drafter, {}
-        if is_lookup or (_is_chain(tree) and not isinstance(drafter, Ensemble)):
+        if is_lookup or (_is_chain(tree) and not isinstance(drafter, Ensemble | Cascade)):
             # A state for deeper trees would make every round slower.
             deepest = tree.depth or LATER_DEPTH
             chains = [
@@ -523,7 +541,7 @@ def _timed(
     arms = [
         (trial, tree)
         for trial in trials
-        for tree in trial.trees(not isinstance(decoders[trial.name].drafter, Ensemble))
+        for tree in trial.trees(not isinstance(decoders[trial.name].drafter, Ensemble | Cascade))
     ]
     running = [plain, *(_with_tree(decoders[trial.name], tree) for trial, tree in arms)]
     (baseline, *measured), prefilled = time_decoders(prefilled, running, REPEATS, MIN_SECONDS)

@@ -88,6 +88,7 @@ def test_the_text_is_exact_and_the_choice_can_be_reused(tally):
 
 
 KINDS = {
+    "a cascade": lambda: tiny.drafter("cascade"),
     "suffix": lambda: tiny.drafter("suffix"),
     "eagle": lambda: tiny.drafter("eagle"),
     "an ensemble": lambda: magicjax.Ensemble((tiny.drafter("self"), magicjax.PromptLookup())),
@@ -98,7 +99,7 @@ KINDS = {
 
 
 @pytest.mark.usefixtures("known_times")
-@pytest.mark.parametrize("kind", quick(KINDS, "an ensemble with trees", "suffix"))
+@pytest.mark.parametrize("kind", quick(KINDS, "an ensemble with trees", "a cascade"))
 def test_a_candidate_can_be_any_drafter(kind, tally, monkeypatch):
     monkeypatch.setattr(choosing, "LEAST_GAIN", 0.0)  # whether or not it gains
     drafter = KINDS[kind]()
@@ -107,6 +108,8 @@ def test_a_candidate_can_be_any_drafter(kind, tally, monkeypatch):
     assert output.choice.name == text_of(drafter) and output.stats.drafted > 0
     again = generate(output.choice)
     np.testing.assert_array_equal(again.tokens, output.tokens)
+    sampling = dict(temperature=1e-3, seed=1)  # as good as greedy
+    np.testing.assert_array_equal(generate(output.choice, **sampling).tokens, output.tokens)
 
 
 @pytest.mark.usefixtures("known_times")
