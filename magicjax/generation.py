@@ -66,9 +66,8 @@ def generate(
         (see `magicjax.Auto`); the output's `choice` can be passed as a drafter later.
       tree: shape of the proposal in each round, or its text, such as "chain:4" or
         "expansion:2,2,1"; None for chain(4). "auto" chooses the tree for the drafter as
-        drafter="auto" does, with the device's profile: the fastest chain or optimal tree of at
-        most 6 levels, by the acceptance of each rank and depth and the times of passes on these
-        prompts. For self-speculation, small models and prompt lookup.
+        drafter="auto" does: chains of at most 8 tokens, and for drafters with branches optimal
+        trees of at most 6 levels, are timed on these prompts.
       verifier: the rule that accepts drafted tokens. None for greedy, or above a temperature of 0
         for the rule that is exact for the drafter's draws (mss). naive, the baseline of SpecInfer,
         samples from the target and accepts drafted tokens that agree: its tokens are those of plain
@@ -90,6 +89,7 @@ def generate(
         tree, an unknown backend, a mesh that does not divide the models or the rows, a stop string
         or a grammar for a target without tokenizer, KV caches larger than the free memory. The last
         is a `magicjax.decoding.memory.OutOfMemoryError`, as is running out of memory later.
+        Later, a text whose logits are NaN, or whose grammar exceeds its limits, is a `TextError`.
     """
     options = RequestOptions(
         drafter=drafter,

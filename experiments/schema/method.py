@@ -191,7 +191,7 @@ def resolve(drafter: Any, trees: spec.Trees, load: Callable) -> tuple[Any, Any]:
 
     Args:
       drafter: made, or parsed.
-      trees: of its members.
+      trees: one per member.
       load: returns the model of a path.
 
     Raises:
