@@ -196,12 +196,14 @@ class EngineConfig:
                     f"{{}}: {wanted}", name, count, "logprobs", f"logprobs={count}"
                 )
         if params.max_tokens is not None and params.max_tokens > self.max_tokens:
+            limiting = "max_tokens", "a larger max_tokens"
+            if self.capacity is not None and self.max_tokens >= self.capacity - 1:
+                limiting = "capacity", "a larger capacity"
             raise EngineLimitError(
                 f"{{}}: it must be at most {self.max_tokens}; reduce it",
                 "max_tokens",
                 params.max_tokens,
-                "max_tokens",
-                "a larger max_tokens",
+                *limiting,
             )
 
     def check_drafter(self, drafter: Drafter | None, verifier: str) -> None:

@@ -163,7 +163,7 @@ class Trial:
         depths = ", ".join(f"{sum(row):.2f}" for row in self.acceptance) or "none"
         return (
             f"{self.name}: tau {self.tau:.2f}, a round {self.ratio:.2f} plain steps, "
-            f"acceptance by depth {depths}"
+            f"acceptance if reached {depths}"
         )
 
 

@@ -86,7 +86,8 @@ class Job:
                 raise event
             if isinstance(event.value, Result) and event.value.finish_reason == "error":
                 if event.value.error.startswith(GRAMMAR_FAILED):
-                    raise ApiError(400, "the grammar of the request exceeds its parser's limits")
+                    message = "the grammar of the request exceeds the limits of its parser"
+                    raise ApiError(400, message)
                 raise server_error("the model's logits are NaN")
             missing -= isinstance(event.value, Result)
             yield event

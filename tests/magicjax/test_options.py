@@ -108,8 +108,10 @@ def test_the_command_line_names_options():
         (OptionError("{}: it must be even", "top_k", 3), "--top-k 3: it must be even"),
         (OptionError("{} has no {}", "stop_token_ids"), "--stop-token-id has no {}"),
         (OptionError("{}: no", "offload", True), "--offload: no"),
+        (OptionError("{}: no", "max_match", 0), "max_match=0: no"),  # of a drafter's text
     ):
-        assert arg_utils.explain(error, argparse.Namespace()) == text
+        arguments = argparse.Namespace(top_k=3, stop_token_ids=[], offload=True)
+        assert arg_utils.explain(error, arguments) == text
 
 
 def test_errors_can_be_sent_to_another_process():
