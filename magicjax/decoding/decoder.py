@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jaxtyping import Bool
 
 from magicjax.decoding import memory, program_cache
 from magicjax.decoding.loop import ALL_ROUNDS, DecodeState, Prefilled
@@ -158,19 +157,14 @@ class Decoder:
         rounds: int = ALL_ROUNDS,
         *,
         until: Literal["all", "any"] = "all",
-        matchers: Sequence[Matcher | None] = (),
     ) -> DecodeState:
-        """Returns the state after some rounds, whose number is its `rounds`.
+        """Returns the state after some rounds without grammars, whose number is its `rounds`.
 
         Args:
           state: the state of the request's rows.
           rounds: the most that run.
           until: they also end when "all" rows have ended, or when "any" row ends.
-          matchers: one per row, None for rows without a grammar; they follow the texts. With one,
-            the host masks every round, and rounds end when any row ends.
         """
-        if any(matchers):
-            return self._decode_with_grammars(state, rounds, matchers)
         most = _scalar(rounds, state.rounds.sharding)
         with memory.explained(self.request):
             loop = self.loop(state, until)
@@ -184,39 +178,34 @@ class Decoder:
         # `rounds` has the shape and sharding of the most rounds.
         return self._program(name, self.request.target, self.drafter, state, state.rounds)
 
-    def _decode_with_grammars(
-        self, state: DecodeState, rounds: int, matchers: Sequence[Matcher | None]
-    ) -> DecodeState:
-        """Returns the state after some rounds, as `decode`; a row ends where its matcher fails."""
-        begin, target = time.perf_counter(), self.request.target
-        rows, vocab_size = state.ended.sharding, target.config.vocab_size
+    def decode_round(self, state: DecodeState, matchers: Sequence[Matcher | None]) -> DecodeState:
+        """Returns the state after one round under grammars, whose masks the host computes.
+
+        Args:
+          state: the state of the request's rows.
+          matchers: one per row, each at the end of its text; None for rows that have ended or have
+            no grammar.
+        """
+        begin, target, sharding = time.perf_counter(), self.request.target, state.ended.sharding
 
         def call(name: str, *arguments: Any) -> Any:
             return self._program(name, *arguments)(*arguments)
 
         def forced(count: int) -> jax.Array:
-            return global_arrays.put(forced_tokens(live, count), rows)
+            return global_arrays.put(forced_tokens(matchers, count), sharding)
 
-        state = dataclasses.replace(
-            state, rounds=global_arrays.put(np.int32(0), state.rounds.sharding)
-        )
         with memory.explained(self.request):
-            live, ended = _push(matchers, state)
-            for _ in range(rounds):
-                before = ended
-                if self.drafter is not None:
-                    drafter = self.drafter.with_forced(state.drafter, forced)
-                    state = dataclasses.replace(state, drafter=drafter)
-                arguments = target, self.drafter, state
-                nodes, proposed = call("propose", *arguments)
-                scored = call("score", *arguments, proposed)
-                tokens, parents = global_arrays.fetch(nodes)
-                masks = tree_masks(live[: len(tokens)], tokens, parents, vocab_size)
-                allowed = global_arrays.put(masks, rows)
-                state = call("verify", *arguments, proposed, scored, allowed)
-                live, ended = _push(matchers, state)
-                if ended.all() or (ended != before).any():
-                    break
+            if self.drafter is not None:
+                drafter = self.drafter.with_forced(state.drafter, forced)
+                state = dataclasses.replace(state, drafter=drafter)
+            arguments = target, self.drafter, state
+            nodes, proposed = call("propose", *arguments)
+            scored = call("score", *arguments, proposed)
+            tokens, parents = global_arrays.fetch(nodes)  # while the device scores
+            rows = matchers[: len(tokens)]
+            masks = tree_masks(rows, tokens, parents, target.config.vocab_size)
+            allowed = global_arrays.put(masks, sharding)
+            state = jax.block_until_ready(call("verify", *arguments, proposed, scored, allowed))
         self.clock.newest_s = time.perf_counter() - begin
         self.clock.decode_s += self.clock.newest_s
         return state
@@ -255,17 +244,3 @@ class Decoder:
 def _scalar(value: int, sharding: jax.sharding.Sharding) -> jax.Array:
     """Returns an int32 array [], which no program donates; a transfer takes 0.3 ms."""
     return global_arrays.put(np.int32(value), sharding)
-
-
-def _push(
-    matchers: Sequence[Matcher | None], state: DecodeState
-) -> tuple[list[Matcher | None], Bool[np.ndarray, "B"]]:
-    """Adds the new tokens of each row to its matcher.
-
-    Returns (the matchers of rows that have not ended, which rows have).
-    """
-    emitted, output, ended = global_arrays.fetch((state.emitted, state.output, state.ended))
-    for i, matcher in enumerate(matchers):
-        if matcher is not None:
-            matcher.push(output[i, matcher.length : emitted[i]].tolist())
-    return [None if end else one for end, one in zip(ended, matchers, strict=True)], ended

@@ -4,6 +4,8 @@ While the device scores the nodes, the host computes their masks. Rounds without
 compiled loop. With `settings.rows`, only the first slots of an engine are decoded.
 """
 
+import dataclasses
+
 import jax.numpy as jnp
 from jaxtyping import Array, Int, UInt32
 
@@ -53,9 +55,8 @@ def verify(
     scores: loop.Scored = scored.unpack()
     logits = masking.mask(scores.logits, allowed, target.config.vocab_size, target.split.axes)
     scores = scores.replace(logits=logits)  # type: ignore[attr-defined]
-    part = loop.verify_and_commit(
-        settings, target, drafter, _part(settings, state), proposed.unpack(), scores
-    )
+    part = dataclasses.replace(_part(settings, state), rounds=jnp.zeros_like(state.rounds))
+    part = loop.verify_and_commit(settings, target, drafter, part, proposed.unpack(), scores)
     return part if settings.rows is None else slots.with_first_rows(state, part)
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
@@ -38,7 +38,7 @@ def run_to_end(decoder: Decoder, state: DecodeState, texts: Sequence[Text]) -> D
     """Returns the state when all texts have ended; donates `state`.
 
     The loop compares tokens, not strings. With stop strings it therefore runs a few rounds at a
-    time, and the host searches the text. With grammars, the host masks every round.
+    time, and the host searches the text.
     """
     rounds = ROUNDS_PER_CALL if any(text.params.stop for text in texts) else ALL_ROUNDS
     running = run_rounds(state, texts, lambda state: decode_texts(decoder, state, texts, rounds))
@@ -106,10 +106,22 @@ def exhausted(rounds: Generator[Any, Any, DecodeState]) -> DecodeState:
 
 
 def decode_texts(
-    decoder: Decoder, state: DecodeState, texts: Sequence[Text], rounds: int
+    decoder: Decoder,
+    state: DecodeState,
+    texts: Sequence[Text | None],
+    rounds: int,
+    until: Literal["all", "any"] = "all",
 ) -> DecodeState:
-    """Returns the state after some rounds under the grammars of the texts."""
-    return decoder.decode(state, rounds, matchers=[text.matcher for text in texts])
+    """Returns the state after some rounds under the grammars of the texts; with one, after a round.
+
+    Args:
+      decoder, state, rounds, until: as for `Decoder.decode`.
+      texts: one per row, at the state's tokens; None for a row that has ended.
+    """
+    matchers = [None if text is None or text.ended else text.matcher for text in texts]
+    if any(matchers):
+        return decoder.decode_round(state, matchers)
+    return decoder.decode(state, rounds, until=until)
 
 
 def run_rounds(
@@ -128,15 +140,19 @@ def run_rounds(
       TextError: a grammar exceeds its limits in the middle of a text, or logits are NaN.
     """
     while True:
-        state, pieces = _push(state, texts)
+        state, pieces = push_tokens(state, texts)
         stop = yield pieces
         if stop or all(text.ended for text in texts):
             return state
         state = decode(state)
 
 
-def _push(state: DecodeState, texts: Sequence[Text]) -> tuple[DecodeState, list[NewTokens]]:
-    """Returns the state, in which rows have ended whose texts have, and the new tokens."""
+def push_tokens(state: DecodeState, texts: Sequence[Text]) -> tuple[DecodeState, list[NewTokens]]:
+    """Returns the state, in which rows have ended whose texts have, and the new tokens.
+
+    Raises:
+      TextError: see `run_rounds`.
+    """
     emitted, output, ended, logprobs = global_arrays.fetch(
         (state.emitted, state.output, state.ended, state.logprobs)
     )

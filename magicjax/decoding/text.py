@@ -79,7 +79,7 @@ class Text:
       prompt: int32 [T].
       params: what was asked of the text.
       limit: the most new tokens.
-      matcher: follows the text under its grammar; None for any text, and at the end.
+      matcher: follows the tokens under the grammar; None without one, and at the end.
       emitted: the row's tokens so far, with those after a stop string.
       finish_reason: one of `FINISH_REASONS`; "" until the text ends.
       error: what went wrong; "" if nothing did.
@@ -146,6 +146,8 @@ class Text:
         """
         begin, self.emitted = self.emitted, len(tokens)
         new, text, reasoning = tokens[begin:], None, ""
+        if self.matcher is not None:
+            self.matcher.push(new.tolist())
         if self._detokenizer is not None:
             before = len(self._detokenizer.reasoning)
             count, text = self._detokenizer.push(new.tolist())

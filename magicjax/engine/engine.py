@@ -23,6 +23,7 @@ from magicjax.decoding.controller import PROBE_ROUNDS, Arm, Controller, Probes
 from magicjax.decoding.decoder import Clock, Decoder
 from magicjax.decoding.loop import Prefilled
 from magicjax.decoding.request import Request
+from magicjax.decoding.rounds import decode_texts
 from magicjax.decoding.validation import check_params
 from magicjax.drafters import Drafter
 from magicjax.engine import speculation, submission
@@ -259,13 +260,11 @@ class Engine:
         for arm, rows in itertools.product(self._loops, self._batch_sizes):
             self._decoder(arm, rows).loop(self._state, "any")
         if self.config.grammars:
-            matchers: list[Matcher | None] = []
             if target.tokenizer is not None and self._setup.row.eos:
-                json = Matcher(target, Grammar.json_object(), self._setup.row.eos)
-                matchers = [json, *[None] * (self.config.slots - 1)]  # no row is live
+                Matcher(target, Grammar.json_object(), self._setup.row.eos)  # reads the tokenizer
+            free = [None] * self.config.slots
             for arm, rows in itertools.product(self._loops, self._grammar_batch_sizes):
-                decoder = self._decoder(arm, rows)
-                self._state = decoder.decode(self._state, 1, matchers=matchers)
+                self._state = self._decoder(arm, rows).decode_round(self._state, free)
         self._prefixes.clear()
         self.forget_texts()
         self._counters, self._clock = Counters(self._loops), Clock()
@@ -319,13 +318,12 @@ class Engine:
         waits = bool(self._scheduler.prefilling or self._scheduler.waiting)
         rounds = self._stall.rounds(self.config.rounds_per_step, waits)
         rounds = min(rounds, PROBE_ROUNDS) if controller.is_probe else rounds
-        matchers: list[Matcher | None] = [None] * self.config.slots
-        for slot, handle in running.items():
-            matchers[slot] = handle.text.matcher
-        sizes = self._grammar_batch_sizes if any(matchers) else self._batch_sizes
+        texts = [running[i].text if i in running else None for i in range(self.config.slots)]
+        has_grammars = any(text is not None and text.matcher for text in texts)
+        sizes = self._grammar_batch_sizes if has_grammars else self._batch_sizes
         rows = next(n for n in sizes if n > max(live, default=0))
         decoder = self._decoder(controller.arm, rows)
-        s = decoder.decode(self._state, rounds, until="any", matchers=matchers)
+        s = decode_texts(decoder, self._state, texts, rounds, until="any")
         seconds = self._clock.newest_s
         simulated = {}
         if len(self._loops) > 1 and slots.drafter is not None:

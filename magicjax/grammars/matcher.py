@@ -66,7 +66,6 @@ class Matcher:
         tokenizer = tokenizer_of(target.tokenizer, int(self._eos[0]), size)
         self._width = words(tokenizer.vocab_size)  # more than W with tokens beyond the embedding
         self._matcher = library().LLMatcher(tokenizer, grammar.text, log_level=0, limits=limits())
-        self.length = 0  # tokens so far
         if self.error:
             raise ValueError(f"the grammar is not supported: {self.error}")
 
@@ -77,7 +76,6 @@ class Matcher:
 
     def push(self, tokens: Sequence[int]) -> None:
         """Adds new tokens of the text; one that ends it is the last."""
-        self.length += len(tokens)
         last = tokens[-1] if tokens else None
         if last in self._ends:
             tokens = tokens[:-1]

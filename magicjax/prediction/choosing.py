@@ -29,7 +29,14 @@ from magicjax.decoding.output import texts_of
 from magicjax.decoding.paired_timing import PrefilledPrompts, median_ratio, time_decoders
 from magicjax.decoding.preparation import drafter_and_tree, place, prepare, validated_request
 from magicjax.decoding.request import Request, RequestOptions
-from magicjax.decoding.rounds import Call, Started, decode_texts, run_adaptive, run_to_end
+from magicjax.decoding.rounds import (
+    Call,
+    Started,
+    decode_texts,
+    push_tokens,
+    run_adaptive,
+    run_to_end,
+)
 from magicjax.decoding.text import Text
 from magicjax.drafters import (
     Cascade,
@@ -510,10 +517,13 @@ def _rounds_of(
         decoder = dataclasses.replace(decoder, request=request)
     state, texts = prefilled.start(decoder), texts_of(request)
     times: list[float] = []
-    for _ in range(TRIAL_ROUNDS // CALL_ROUNDS):
-        if state.ended.all():
+    done = 0
+    while done < TRIAL_ROUNDS:
+        state, _ = push_tokens(state, texts)
+        if all(text.ended for text in texts):
             break
         state = decode_texts(decoder, state, texts, CALL_ROUNDS)
+        done += int(state.rounds)
         times.append(decoder.clock.newest_s / int(state.rounds))
     counts = jax.device_get((state.emitted, state.histogram, state.ranks, state.nodes))
     seconds = statistics.median(times[1:] or times or [0.0])
