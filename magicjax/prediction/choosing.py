@@ -10,7 +10,6 @@ import dataclasses
 import logging
 import math
 import os
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,22 +20,13 @@ from jax.sharding import Mesh
 
 from magicjax.decoding import memory, program_cache
 from magicjax.decoding.controller import PLAIN, Arm, Controller, RoundTimes
-from magicjax.decoding.counts import Counts, by_row
 from magicjax.decoding.decoder import Clock, Decoder
 from magicjax.decoding.loop import DecodeState
 from magicjax.decoding.memory import OutOfMemoryError
-from magicjax.decoding.output import texts_of
-from magicjax.decoding.paired_timing import PrefilledPrompts, median_ratio, time_decoders
+from magicjax.decoding.paired_timing import PrefilledPrompts
 from magicjax.decoding.preparation import drafter_and_tree, place, prepare, validated_request
 from magicjax.decoding.request import Request, RequestOptions
-from magicjax.decoding.rounds import (
-    Call,
-    Started,
-    decode_texts,
-    push_tokens,
-    run_adaptive,
-    run_to_end,
-)
+from magicjax.decoding.rounds import Call, Started, run_adaptive, run_to_end
 from magicjax.decoding.text import Text
 from magicjax.drafters import (
     Cascade,
@@ -53,26 +43,20 @@ from magicjax.drafters.text_lookup import TextLookup
 from magicjax.model import Model
 from magicjax.prediction import cost_model, planner
 from magicjax.prediction.planner.candidates import TARGET_DRAFTERS, make_candidate, model_sizes
+from magicjax.prediction.trials import Trial, run_trial, time_trees, trial_of, with_tree
 from magicjax.sampling_params import SamplingParams
-from magicjax.trees.sequoia import expected_tokens, optimal
 from magicjax.trees.token_tree import ROOT_ONLY, TokenTree, Tree, TreeShape, chain, expansion
 from sharding import STAGE, factored, global_arrays
 
 logger = logging.getLogger("magicjax")
 
 BUDGETS = (64, 256, 1024)  # of the default candidates
-DEPTHS = (1, 2, 4, 6, 8)  # of the timed chains
-NODES = (4, 8, 16, 32)  # of the timed trees
 RANKS = expansion((2, 2, 1, 1, 1, 1))  # of the trial of tree="auto": measures ranks
 LATER_DEPTH = 4  # of the chains of a lookup that may gain later
 LEAST_GAIN = 1.03  # smaller speedups are within the error of the measurements
 FINALISTS = 2
-REPEATS, MIN_SECONDS = 5, 2.0  # of the comparison
-CALL_ROUNDS = 8  # of a trial's call; the first call loads the program and is not counted
-TRIAL_ROUNDS = 4 * CALL_ROUNDS
 RUN_ROUNDS = 32  # between two changes of the depth
 PRIOR_ROUNDS = 16  # weight of a trial's acceptance rates
-TRIAL_KEYS = 2**31 - 1  # folded into the keys of trials; no position is as high
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,63 +99,6 @@ class Auto:
                 raise ValueError(f"drafters={', '.join(names)} have equal names: remove duplicates")
         if not isinstance(self.tree, TokenTree) or self.tree.num_nodes < 2:
             raise ValueError(f"tree={self.tree!r} must be a static tree with at least one child")
-
-
-@dataclasses.dataclass(frozen=True)
-class Trial:
-    """Measurements of a drafter on the prompts.
-
-    Attributes:
-      name: the drafter as commands write it.
-      tree: that ran.
-      ratio: the seconds of a round divided by those of a plain step.
-      acceptance: [depths, ranks], the format of `magicjax.optimal`.
-      tau: mean acceptance length.
-    """
-
-    name: str
-    tree: Tree
-    ratio: float
-    acceptance: tuple[tuple[float, ...], ...]
-    tau: float
-
-    def tokens(self, tree: Tree) -> float:
-        """Returns the expected tokens of a round with a tree."""
-        if tree == self.tree or not isinstance(tree, TokenTree):
-            return self.tau
-        return expected_tokens(tree, self.acceptance) if self.acceptance else 1.0
-
-    def trees(self, is_static: bool) -> list[Tree]:
-        """Returns the trees that may be faster than that of the trial, and itself."""
-        if not (is_static and isinstance(self.tree, TokenTree)):
-            return [self.tree]
-        depths = [depth for depth in DEPTHS if depth <= self.tree.depth]
-        trees: list[Tree] = [self.tree, *map(chain, depths)]
-        if self.tree.width > 1 and self.acceptance:
-            most = self.tree.depth
-            trees += [optimal(self.acceptance, nodes, most) for nodes in NODES]
-        return [*dict.fromkeys(trees)]
-
-    @property
-    def best(self) -> float:
-        """The highest expected speedup of a chain, or of the tree of the trial.
-
-        The time of a shallower chain is taken from a line between a plain step and the trial.
-        """
-        speedups = [self.tau / self.ratio]
-        if isinstance(self.tree, TokenTree):
-            for tree in map(chain, range(1, self.tree.depth)):
-                ratio = 1 + (self.ratio - 1) * tree.num_nodes / self.tree.num_nodes
-                speedups.append(self.tokens(tree) / max(ratio, 0.1))
-        return max(speedups)
-
-    def __str__(self) -> str:
-        """Returns the measurements as a line of text."""
-        depths = ", ".join(f"{sum(row):.2f}" for row in self.acceptance) or "none"
-        return (
-            f"{self.name}: tau {self.tau:.2f}, a round {self.ratio:.2f} plain steps, "
-            f"acceptance if reached {depths}"
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +149,7 @@ class Choice:
             until_last_row_ends=True,
         )
         decoders = {
-            arm: _with_tree(decoder, chain(depth) if depth else ROOT_ONLY)
+            arm: with_tree(decoder, chain(depth) if depth else ROOT_ONLY)
             for depth, arm in arms.items()
         }
         return run_adaptive(decoders, controller, state, texts, RUN_ROUNDS)
@@ -264,7 +191,7 @@ def choose_drafter(
 
     Raises:
       ValueError, TypeError: bad input, also a drafter that does not support these options.
-      FileNotFoundError: there is no such profile.
+      FileNotFoundError: the profile does not exist.
     """
     options = RequestOptions(
         drafter=drafter,
@@ -417,19 +344,20 @@ def choose(candidates: Candidates) -> tuple[Choice, Decoder, PrefilledPrompts, f
     drafters = [each.drafter for each in decoders.values() if each.drafter is not None]
     prefilled = PrefilledPrompts.create(plain.request, drafters)
     begin = time.perf_counter() - program_cache.totals()[1]
-    (_, plain_s), prefilled = _rounds_of(plain, prefilled)
+    (_, plain_s), prefilled = run_trial(plain, prefilled)
     for name, decoder in decoders.items():
         if not plain_s:
             skipped[name] = "prefill's token ended all rows"
             continue
-        (counted, seconds), prefilled = _rounds_of(decoder, prefilled)
-        (_, after), prefilled = _rounds_of(plain, prefilled)
+        (counted, seconds), prefilled = run_trial(decoder, prefilled)
+        (_, after), prefilled = run_trial(plain, prefilled)
         # Other processes may slow the machine down at any time.
         ratio = seconds / math.sqrt(plain_s * after)
-        trials.append(_trial(name, decoder.loop_settings.tree, counted, ratio))
+        trials.append(trial_of(name, decoder.loop_settings.tree, counted, ratio))
         plain_s = after
     trials.sort(key=lambda trial: -trial.best)
-    timed, seconds_of, prefilled = _timed(plain, decoders, trials[:FINALISTS], prefilled)
+    finalists = _finalists(decoders, trials)
+    timed, seconds_of, prefilled = time_trees(plain, decoders, finalists, prefilled)
     choice = Choice(None, None, tuple(trials), timed, skipped, {})
     best, is_lookup = next(iter(timed), None), False
     if best is not None and timed[best] < LEAST_GAIN:
@@ -454,6 +382,15 @@ def choose(candidates: Candidates) -> tuple[Choice, Decoder, PrefilledPrompts, f
     seconds = time.perf_counter() - program_cache.totals()[1] - begin
     decoder = plain if choice.tree is None else decoders[choice.name]
     return choice, _for_run(decoder, choice), prefilled, seconds
+
+
+def _finalists(decoders: Mapping[str, Decoder], trials: Sequence[Trial]) -> Sequence[Trial]:
+    """Returns the best trials, as many as have drafters whose caches fit the memory together."""
+    request = decoders[trials[0].name].request if trials else None
+    limit = memory.free_memory(request.target, request.settings.mesh) if request else None
+    finalists = trials[:FINALISTS]
+    needed = sum(memory.count(decoders[trial.name].request).draft_kv for trial in finalists)
+    return finalists if limit is None or needed <= limit else trials[:1]
 
 
 def _for_run(decoder: Decoder, choice: Choice) -> Decoder:
@@ -492,78 +429,6 @@ def _placed(candidates: Candidates) -> tuple[Decoder, dict[str, Decoder]]:
     return decoder(plain), {name: decoder(each) for name, each in requests.items()}
 
 
-def _with_tree(decoder: Decoder, tree: Tree) -> Decoder:
-    """Returns a decoder with another tree, or itself."""
-    settings = decoder.loop_settings
-    if tree == settings.tree:
-        return decoder
-    return dataclasses.replace(decoder, settings=settings.with_tree(tree), programs={})
-
-
-def _rounds_of(
-    decoder: Decoder, prefilled: PrefilledPrompts
-) -> tuple[tuple[Counts, float], PrefilledPrompts]:
-    """Returns (the counts and the seconds of some rounds, the prompts for the next run).
-
-    The rounds draw random numbers of their own. With those of the run, a drafter whose tokens
-    happen to match would be chosen, and the text would be biased towards its drafts.
-    """
-    request = decoder.request
-    if (sampling := request.rows.sampling) is not None:
-        keys = jax.vmap(lambda key: jax.random.fold_in(key, TRIAL_KEYS))(sampling.keys)
-        keys = jax.device_put(keys, sampling.keys.sharding)
-        rows = dataclasses.replace(request.rows, sampling=dataclasses.replace(sampling, keys=keys))
-        request = dataclasses.replace(request, rows=rows)
-        decoder = dataclasses.replace(decoder, request=request)
-    state, texts = prefilled.start(decoder), texts_of(request)
-    times: list[float] = []
-    done = 0
-    while done < TRIAL_ROUNDS:
-        state, _ = push_tokens(state, texts)
-        if all(text.ended for text in texts):
-            break
-        state = decode_texts(decoder, state, texts, CALL_ROUNDS)
-        done += int(state.rounds)
-        times.append(decoder.clock.newest_s / int(state.rounds))
-    counts = jax.device_get((state.emitted, state.histogram, state.ranks, state.nodes))
-    seconds = statistics.median(times[1:] or times or [0.0])
-    return (sum(by_row(*counts), Counts()), seconds), prefilled.reset(state)
-
-
-def _trial(name: str, tree: Tree, counted: Counts, ratio: float) -> Trial:
-    by_rank = counted.acceptance_by_rank
-    reached = next((d for d, row in enumerate(by_rank) if not sum(row)), len(by_rank))
-    return Trial(name, tree, ratio, by_rank[: max(1, reached)], counted.tau)
-
-
-def _timed(
-    plain: Decoder,
-    decoders: Mapping[str, Decoder],
-    trials: Sequence[Trial],
-    prefilled: PrefilledPrompts,
-) -> tuple[dict[tuple[str, Tree], float], dict[tuple[str, Tree], float], PrefilledPrompts]:
-    """Returns (speedup, seconds of a round) by name and tree, and the prompts.
-
-    The fastest tree is first. All are timed interleaved with plain decoding, ("", ROOT_ONLY).
-    """
-    if not trials:
-        return {}, {}, prefilled
-    arms = [
-        (trial, tree)
-        for trial in trials
-        for tree in trial.trees(not isinstance(decoders[trial.name].drafter, Ensemble | Cascade))
-    ]
-    running = [plain, *(_with_tree(decoders[trial.name], tree) for trial, tree in arms)]
-    (baseline, *measured), prefilled = time_decoders(prefilled, running, REPEATS, MIN_SECONDS)
-    speedups: dict[tuple[str, Tree], float] = {}
-    seconds: dict[tuple[str, Tree], float] = {("", ROOT_ONLY): statistics.median(baseline)}
-    for (trial, tree), times in zip(arms, measured, strict=True):
-        ratio = float(median_ratio(times, baseline))
-        speedups[trial.name, tree] = trial.tokens(tree) / ratio
-        seconds[trial.name, tree] = ratio * seconds["", ROOT_ONLY]
-    return dict(sorted(speedups.items(), key=lambda each: -each[1])), seconds, prefilled
-
-
 def _is_chain(tree: Tree) -> bool:
     return isinstance(tree, TokenTree) and tree.depth > 0 and tree == chain(tree.depth)
 
@@ -581,7 +446,7 @@ def start(
         choice, decoder = options.drafter, Decoder(_reused(target, prompts, params, options))
         if choice.times:  # the state is as deep as the deepest chain
             assert choice.tree is not None
-            decoder = _with_tree(decoder, choice.tree)
+            decoder = with_tree(decoder, choice.tree)
         return Started(decoder, choice=choice)
     candidates = validated_candidates(target, prompts, params, options)
     choice, decoder, prefilled, search_s = choose(candidates)

@@ -11,8 +11,10 @@ from magicjax.decoding.decoder import Decoder
 from magicjax.decoding.paired_timing import PrefilledPrompts, time_decoders
 from magicjax.drafters.spec import text_of
 from magicjax.model import RING_SPARE
-from magicjax.prediction import choosing, cost_model
-from magicjax.prediction.choosing import Auto, Trial
+from magicjax.prediction import choosing, cost_model, trials
+from magicjax.prediction.choosing import Auto
+from magicjax.prediction.trials import Trial
+from magicjax.trees.sequoia import expected_tokens
 from magicjax.trees.token_tree import ROOT_ONLY, chain
 from tests.magicjax import keywords, tiny
 from tests.magicjax.decoding import test_rings
@@ -41,9 +43,9 @@ def known_times(monkeypatch):
         _, *others = time_decoders(prefilled, decoders, 1)
         return [[round_seconds(one)] for one in decoders], *others
 
-    rounds_of = choosing._rounds_of
-    monkeypatch.setattr(choosing, "_rounds_of", rounds)
-    monkeypatch.setattr(choosing, "time_decoders", timed)
+    rounds_of = trials.run_trial
+    monkeypatch.setattr(choosing, "run_trial", rounds)
+    monkeypatch.setattr(trials, "time_decoders", timed)
     monkeypatch.setattr(choosing, "RUN_ROUNDS", 2)  # the outputs are short
 
 
@@ -280,7 +282,7 @@ def test_settings_are_checked(case):
 def test_a_shallower_chain_can_be_expected_to_be_faster():
     """Of a trial of chain:4, whose round takes 3 plain steps: a chain of 1 takes 1.8."""
     rates = ((0.9,), (0.1,), (0.1,), (0.1,))
-    trial = Trial("a", chain(4), 3.0, rates, choosing.expected_tokens(chain(4), rates))
+    trial = Trial("a", chain(4), 3.0, rates, expected_tokens(chain(4), rates))
     assert trial.tokens(chain(1)) == pytest.approx(1.9)
     assert trial.best == pytest.approx(1.9 / (1 + 2 * 2 / 5))
     assert trial.best > trial.tau / trial.ratio
@@ -308,7 +310,7 @@ def test_a_sampled_trial_draws_other_numbers_than_the_run(monkeypatch):
     prefilled = PrefilledPrompts.create(request, [request.drafter])
     with monkeypatch.context() as patch:
         patch.setattr(Decoder, "decode", recorded)
-        _, prefilled = choosing._rounds_of(decoder, prefilled)
+        _, prefilled = trials.run_trial(decoder, prefilled)
     output = np.asarray(decoder.decode(prefilled.start(decoder)).output)[:, : tiny.NEW]
     plain = keywords.generate(tiny.model(), tiny.prompts(8), **arguments)
     for row, (length, expected) in enumerate(zip(plain.lengths, plain.tokens, strict=True)):
