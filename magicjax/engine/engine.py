@@ -6,7 +6,6 @@ copies that row into a free slot; the loop decodes all slots. A row's tokens dep
 prompt and parameters only.
 """
 
-import collections
 import dataclasses
 import itertools
 import logging
@@ -19,10 +18,9 @@ from jaxtyping import Int
 
 from magicjax.checks import check_number
 from magicjax.decoding import program_cache
-from magicjax.decoding.controller import PROBE_ROUNDS, Arm, Controller, Probes
+from magicjax.decoding.controller import PROBE_ROUNDS, Probes
 from magicjax.decoding.decoder import Clock, Decoder
 from magicjax.decoding.loop import Prefilled
-from magicjax.decoding.request import Request
 from magicjax.decoding.rounds import decode_texts
 from magicjax.decoding.validation import check_params
 from magicjax.drafters import Drafter
@@ -122,18 +120,8 @@ class Engine:
             min_shared=self._prefixes.min_shared if self._prefixes.max_entries else None,
         )
         self._clock = Clock()
-        self._loops = speculation.loops(slots, config.adaptive)
-        self._batch_sizes = speculation.batch_sizes(slots, config.slots)
-        # One row or all: each size takes three programs for each arm.
-        self._grammar_batch_sizes = tuple({self._batch_sizes[0]: 0, self._batch_sizes[-1]: 0})
-        self._programs = collections.defaultdict[tuple[Arm, int], dict](dict)  # of the loops
-        can_be_disabled = (
-            config.adaptive and slots.drafter is not None and slots.drafter.can_be_disabled
-        )
-        self._controller = Controller.create(
-            self._loops, config.slots, can_be_disabled=can_be_disabled
-        )
-        self._counters = Counters(self._loops)
+        self._loops = speculation.Loops(slots, config.adaptive)
+        self._counters = Counters(self._loops.settings)
         self._state = empty_state(self._setup)
         stall_ms = config.max_stall_ms
         self._stall = StallBudget(None if stall_ms is None else stall_ms / 1e3)
@@ -212,7 +200,7 @@ class Engine:
         A request's first token follows its prefill. If nothing is decoded yet, the free slots are
         filled first, in one or several steps. Each call of a program synchronizes once.
         """
-        if len(self._loops) > 1 and self._controller.times is None:
+        if self._loops.untimed:
             self._time_rounds()
         counters, begun, compiled_s = self._counters, time.monotonic(), program_cache.totals()[1]
         device_s = self._device_s
@@ -245,8 +233,9 @@ class Engine:
         longest = min(self._setup.capacity - 1, self.config.prefill_chunk + 1)
         params = SamplingParams(max_tokens=1, prompt_logprobs=self.config.logprobs)
         # These requests draft, whatever the timed rounds are: another program makes their state.
-        can_be_disabled = self._controller.can_be_disabled
-        self._controller = dataclasses.replace(self._controller, can_be_disabled=False)
+        loops = self._loops
+        can_be_disabled = loops.controller.can_be_disabled
+        loops.controller = dataclasses.replace(loops.controller, can_be_disabled=False)
         for _ in range(2):  # the second one starts from the prefix of the first
             self.submit(np.zeros(longest, np.int32), params)
             self.run()
@@ -257,19 +246,21 @@ class Engine:
                 np.zeros(longest, np.int32), SamplingParams(max_tokens=1, speculative=False)
             )
             self.run()
-        for arm, rows in itertools.product(self._loops, self._batch_sizes):
-            self._decoder(arm, rows).loop(self._state, "any")
+        request, clock = self._setup.slots, self._clock
+        for arm, rows in itertools.product(loops.settings, loops.sizes):
+            loops.decoder(request, clock, arm, rows).loop(self._state, "any")
         if self.config.grammars:
             if target.tokenizer is not None and self._setup.row.eos:
                 Matcher(target, Grammar.json_object(), self._setup.row.eos)  # reads the tokenizer
             free = [None] * self.config.slots
-            for arm, rows in itertools.product(self._loops, self._grammar_batch_sizes):
-                self._state = self._decoder(arm, rows).decode_round(self._state, free)
+            for arm, rows in itertools.product(loops.settings, loops.grammar_sizes):
+                decoder = loops.decoder(request, clock, arm, rows)
+                self._state = decoder.decode_round(self._state, free)
         self._prefixes.clear()
         self.forget_texts()
-        self._counters, self._clock = Counters(self._loops), Clock()
-        self._controller = dataclasses.replace(
-            self._controller, probes=Probes(), can_be_disabled=can_be_disabled
+        self._counters, self._clock = Counters(loops.settings), Clock()
+        loops.controller = dataclasses.replace(
+            loops.controller, probes=Probes(), can_be_disabled=can_be_disabled
         )
 
     def forget_texts(self) -> None:
@@ -284,7 +275,7 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """Counts and times so far."""
-        kv_bytes, probes = self._setup.kv_bytes, self._controller.probes
+        kv_bytes, probes = self._setup.kv_bytes, self._loops.controller.probes
         return self._counters.stats(self._scheduler, self._prefixes, self._clock, kv_bytes, probes)
 
     @property
@@ -303,8 +294,9 @@ class Engine:
 
     def _time_rounds(self) -> None:
         """Times the loop of each arm, before the first request."""
-        times, self._state = speculation.time_rounds(self._setup, self._loops, self._state)
-        self._controller = dataclasses.replace(self._controller, times=times)
+        loops = self._loops
+        times, self._state = speculation.time_rounds(self._setup, loops.settings, self._state)
+        loops.controller = dataclasses.replace(loops.controller, times=times)
 
     def _decode(self) -> None:
         """Runs the loop, hands out new tokens and ends requests."""
@@ -314,19 +306,17 @@ class Engine:
             self._ended_by_host = False
         running, slots = self._scheduler.running, self._setup.slots
         live = {slot: one.text.lengths for slot, one in running.items()}
-        self._controller = controller = self._controller.chosen(live)
+        texts = [running[i].text if i in running else None for i in range(self.config.slots)]
+        has_grammars = any(text is not None and text.matcher for text in texts)
+        decoder = self._loops.choose(slots, self._clock, live, has_grammars)
+        controller = self._loops.controller
         waits = bool(self._scheduler.prefilling or self._scheduler.waiting)
         rounds = self._stall.rounds(self.config.rounds_per_step, waits)
         rounds = min(rounds, PROBE_ROUNDS) if controller.is_probe else rounds
-        texts = [running[i].text if i in running else None for i in range(self.config.slots)]
-        has_grammars = any(text is not None and text.matcher for text in texts)
-        sizes = self._grammar_batch_sizes if has_grammars else self._batch_sizes
-        rows = next(n for n in sizes if n > max(live, default=0))
-        decoder = self._decoder(controller.arm, rows)
         s = decode_texts(decoder, self._state, texts, rounds, until="any")
         seconds = self._clock.newest_s
         simulated = {}
-        if len(self._loops) > 1 and slots.drafter is not None:
+        if len(self._loops.settings) > 1 and slots.drafter is not None:
             simulated = speculation.simulated(slots.drafter, s.drafter)
         counted = s.rounds, s.emitted, s.output, s.ended, s.histogram, s.nodes, simulated
         ran, emitted, output, ended, histogram, nodes, simulated = global_arrays.fetch(counted)
@@ -338,22 +328,12 @@ class Engine:
         wants_logprobs = any(handle.text.params.logprobs is not None for handle in running.values())
         logprobs = global_arrays.fetch(s.logprobs) if wants_logprobs else None
         self._counters.rounds_by_arm[controller.arm] += rounds
-        self._controller = controller.counted(histogram, rounds, seconds, simulated)
+        self._loops.controller = controller.counted(histogram, rounds, seconds, simulated)
         self._ended = ended.copy()
         for slot, handle in list(running.items()):
             handle.count(controller.arm.depth, histogram[slot], int(nodes[slot]))
             tokens = output[slot, : emitted[slot]]
             self._deliver(handle, tokens, logprobs and logprobs[slot], ended[slot])
-
-    def _decoder(self, arm: Arm, rows: int) -> Decoder:
-        """Returns the decoder of an arm for the first slots, one of `_batch_sizes`."""
-        return speculation.decoder(
-            self._setup.slots, self._loops[arm], rows, self._clock, self._programs[arm, rows]
-        )
-
-    def _row(self, request: Request) -> Decoder:
-        """Returns the decoder of a request of one row."""
-        return Decoder(request, clock=self._clock)
 
     @property
     def _device_s(self) -> float:
@@ -377,7 +357,7 @@ class Engine:
         """Starts the prefill of the requests that may start now."""
         while (handle := self._scheduler.next_to_start(self._prefixes.match)) is not None:
             handle.started_s = time.monotonic()
-            request = row_request(self._setup, handle.text)
+            decoder = Decoder(row_request(self._setup, handle.text), clock=self._clock)
             prompt = handle.prompt
             if self._spare_rows and self._prefixes.match(prompt):
                 del self._spare_rows[-1]  # before its place is taken by a copy
@@ -387,7 +367,7 @@ class Engine:
             # The last token's hidden state gives the first new token.
             handle.reused_tokens = min(common, len(prompt) - 1)
             inputs = empty_layer_inputs(self._setup)
-            self._rows[handle] = PrefillRow(self._row(request), *row, handle.reused_tokens, inputs)
+            self._rows[handle] = PrefillRow(decoder, *row, handle.reused_tokens, inputs)
             self._scheduler.start(handle, handle.reused_tokens)
 
     def _insert(self, handle: Handle, prefilled: Prefilled) -> None:
@@ -403,8 +383,9 @@ class Engine:
         row = prefilling.finish(prefilled, without_drafter)
         if without_drafter:
             row = dataclasses.replace(row, drafter=empty_drafter(self._setup))
-        self._state = self._row(self._setup.slots).insert(self._state, row, slot)
-        self._controller = self._controller.joined(slot, disabled)
+        decoder = Decoder(self._setup.slots, clock=self._clock)
+        self._state = decoder.insert(self._state, row, slot)
+        self._loops.controller = self._loops.controller.joined(slot, disabled)
         fetched = row.ended, row.pending, row.logprobs, row.emitted
         ended, first, logprobs, emitted = global_arrays.fetch(fetched)
         if emitted[0]:  # else the cache has NaN
@@ -422,7 +403,7 @@ class Engine:
         coming = itertools.chain([handle], prefilling_others, self._scheduler.waiting)
         free = (slot for slot in range(self.config.slots) if slot not in running)
         joining = dict(zip(free, (one.text.lengths for one in coming), strict=False))
-        return self._controller.would_disable(live, joining)
+        return self._loops.controller.would_disable(live, joining)
 
     def _deliver(
         self, handle: Handle, tokens: Int[np.ndarray, "T"], logprobs: LogProbs | None, ended: bool
@@ -445,7 +426,8 @@ class Engine:
             self._ended_by_host |= not self._ended[slot]
             self._ended[slot] = True
             if self._prefixes.max_entries and reason != "error":  # it may have NaN
-                cached = self._row(self._setup.row).extract(self._state, slot)
+                decoder = Decoder(self._setup.row, clock=self._clock)
+                cached = decoder.extract(self._state, slot)
                 self._store(Prefix(text[:-1], *cached))  # the last token is pending
         elif (row := self._rows.pop(handle, None)) is not None:
             self._spare((row.cache, row.drafter_state))

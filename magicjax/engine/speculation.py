@@ -1,4 +1,4 @@
-"""The arms of an engine: their loops, the seconds of their rounds, and simulated rounds.
+"""The loops of an engine: one per arm and batch size, their times, and the choice of the next one.
 
 `time_rounds` measures the seconds at two lengths of the rows before the first request, and
 `decoding.controller` chooses the arm of each call.
@@ -7,7 +7,7 @@
 import dataclasses
 import itertools
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from magicjax.decoding import paired_timing
-from magicjax.decoding.controller import PLAIN, Arm, RoundTimes
+from magicjax.decoding.controller import PLAIN, Arm, Controller, RoundTimes
 from magicjax.decoding.decoder import Clock, Decoder
 from magicjax.decoding.loop import DecodeState
 from magicjax.decoding.request import Request
@@ -30,7 +30,58 @@ from sharding import global_arrays
 REPEATS = 3  # of each timing, after one that loads the program
 
 
-def loops(request: Request, adaptive: bool) -> dict[Arm, Settings]:
+class Loops:
+    """The loops of an engine, and the controller that chooses among their arms.
+
+    Attributes:
+      settings: of each arm.
+      sizes: increasing batch sizes: 1, 4, 16, ... and all slots.
+      grammar_sizes: the same under grammars: one row, and all, because each size takes three
+        programs for each arm.
+      controller: chooses the arm of each call.
+    """
+
+    def __init__(self, request: Request, adaptive: bool):
+        """Compiles nothing; arguments as for `arms_of`."""
+        slots, drafter = len(request.prompts), request.drafter
+        self.settings = arms_of(request, adaptive)
+        self.sizes = batch_sizes(request, slots)
+        self.grammar_sizes = tuple({self.sizes[0]: 0, self.sizes[-1]: 0})
+        can_be_disabled = adaptive and drafter is not None and drafter.can_be_disabled
+        self.controller = Controller.create(self.settings, slots, can_be_disabled=can_be_disabled)
+        self._programs = defaultdict[tuple[Arm, int], dict](dict)
+
+    @property
+    def untimed(self) -> bool:
+        """Whether several arms are to be compared whose rounds have not been timed."""
+        return len(self.settings) > 1 and self.controller.times is None
+
+    def decoder(self, request: Request, clock: Clock, arm: Arm, rows: int) -> Decoder:
+        """Returns the decoder of an arm for the first rows, one of the sizes."""
+        programs = self._programs[arm, rows]
+        return decoder(request, self.settings[arm], rows, clock, programs)
+
+    def choose(
+        self,
+        request: Request,
+        clock: Clock,
+        live: Mapping[int, tuple[int, int]],
+        under_grammars: bool,
+    ) -> Decoder:
+        """Returns the decoder of the next call, whose arm is the controller's from now on.
+
+        Args:
+          request, clock: of all slots, and of the engine.
+          live: `Text.lengths` by slot.
+          under_grammars: whether the host masks the nodes.
+        """
+        self.controller = self.controller.chosen(live)
+        sizes = self.grammar_sizes if under_grammars else self.sizes
+        rows = next(n for n in sizes if n > max(live, default=0))
+        return self.decoder(request, clock, self.controller.arm, rows)
+
+
+def arms_of(request: Request, adaptive: bool) -> dict[Arm, Settings]:
     """Returns the settings of the loop by arm.
 
     Args:

@@ -135,8 +135,8 @@ def _start(made: Configuration, clock: Any) -> Session:
     )
     engine = magicjax.Engine(target, drafter, tree, config, mesh=made.mesh)
     engine.warm_up()
-    if len(engine._loops) > 1:  # arms that times choose would differ in each run
-        engine._controller = Forced(**vars(engine._controller))
+    if len(engine._loops.settings) > 1:  # arms that times choose would differ in each run
+        engine._loops.controller = Forced(**vars(engine._loops.controller))
     alone = None
     if not made.exact:
         longest = np.zeros(engine._setup.capacity - 1, np.int32)

@@ -98,7 +98,7 @@ def rows_of(engine: magicjax.Engine) -> tuple[object, list[np.ndarray]]:
 
 def disabled_rows(engine: magicjax.Engine) -> list[bool]:
     """Returns for each row that is decoded whether speculation is disabled."""
-    return [slot in engine._controller.disabled for slot in sorted(engine._scheduler.running)]
+    return [slot in engine._loops.controller.disabled for slot in sorted(engine._scheduler.running)]
 
 
 def check_rows(engine: magicjax.Engine) -> int:

@@ -32,7 +32,7 @@ def forced(name: str, **options) -> magicjax.Engine:
     """Returns an engine that has compiled all arms and runs them in a fixed order."""
     engine = engines.engine(name, adaptive=True, **options)
     engine.warm_up()
-    engine._controller = Forced(**vars(engine._controller))
+    engine._loops.controller = Forced(**vars(engine._loops.controller))
     return engine
 
 
@@ -58,7 +58,9 @@ def test_greedy_texts_and_caches_do_not_depend_on_the_arms(name, tally):
     assert len(rounds) == 1 + (len(depths) - 1) * members + (members > 1)
     assert all(rounds.values())
     assert 0 < engine.stats.probe_rounds < sum(rounds.values()) - rounds[PLAIN]
-    simulated = [one for one in engine._controller.acceptance.values() if one.simulated is not None]
+    simulated = [
+        one for one in engine._loops.controller.acceptance.values() if one.simulated is not None
+    ]
     named = drafter.members() if members > 1 else [drafter]
     assert len(simulated) == sum(isinstance(each, TextLookup) for each in named)
 
@@ -67,7 +69,7 @@ def test_warm_up_compiles_the_programs_of_drafts_even_if_plain_decoding_is_faste
     monkeypatch.setattr(Controller, "would_disable", lambda self, *_: self.can_be_disabled)
     engine = engines.engine("small", CHAIN, adaptive=True, slots=2)
     engine.warm_up()
-    assert engine._controller.can_be_disabled
+    assert engine._loops.controller.can_be_disabled
     compiled = program_cache.totals()
     monkeypatch.setattr(Controller, "would_disable", lambda self, *_: False)
     for prompt in engines.prompts()[:2]:
@@ -78,7 +80,7 @@ def test_warm_up_compiles_the_programs_of_drafts_even_if_plain_decoding_is_faste
 def test_after_plain_rounds_a_draft_model_drafts_for_new_requests_only(tally):
     engine = engines.engine("small", CHAIN, adaptive=True, slots=2, rounds_per_step=1)
     engine.warm_up()
-    controller, prompts = engine._controller, engines.prompts()[:3]
+    controller, prompts = engine._loops.controller, engines.prompts()[:3]
     order = iter([PLAIN] * 2 + [max(controller.arms, key=lambda arm: arm.depth)] * 100)
 
     class InOrder(Controller):
@@ -88,14 +90,14 @@ def test_after_plain_rounds_a_draft_model_drafts_for_new_requests_only(tally):
         def would_disable(self, live, joining):
             return False
 
-    engine._controller = InOrder(**vars(controller))
+    engine._loops.controller = InOrder(**vars(controller))
     handles = [engine.submit(prompts[0]), engine.submit(prompts[1])]
     for _ in range(6):
         engine.step()
         assert engines.check_rows(engine)
     state, texts = engines.rows_of(engine)
     missing = np.array([len(text) - 1 for text in texts]) - np.asarray(state.drafter.tokens)
-    assert engine.stats.rounds_by_arm[PLAIN] and engine._controller.disabled == {0, 1}
+    assert engine.stats.rounds_by_arm[PLAIN] and engine._loops.controller.disabled == {0, 1}
     assert (missing > 0).all() and (np.asarray(state.drafter.tokens) > 0).all()
     engine.run()
     handles.append(engine.submit(prompts[2]))
@@ -110,20 +112,24 @@ def test_after_plain_rounds_a_draft_model_drafts_for_new_requests_only(tally):
 def test_requests_that_join_a_busy_engine_do_not_draft(tally):
     engine = engines.engine("small", CHAIN, adaptive=True, slots=2)
     engine.warm_up()
-    compiled, controller, prompts = program_cache.totals(), engine._controller, engines.prompts()
+    compiled, controller, prompts = (
+        program_cache.totals(),
+        engine._loops.controller,
+        engines.prompts(),
+    )
     plain, drafts = ((1.0, 9.0), (1.1, 90.0)), max(controller.arms, key=lambda arm: arm.depth)
     seconds = dict(zip((PLAIN, drafts), plain, strict=True))  # drafts pay for a single row
     times = RoundTimes((1,), seconds, (1, 2))
     arms: dict = dict(arms=(PLAIN, drafts), arm=drafts, best=drafts, times=times)
-    engine._controller = dataclasses.replace(controller, **arms)
+    engine._loops.controller = dataclasses.replace(controller, **arms)
     handles = [engine.submit(prompt) for prompt in prompts[:2]]
     while len(engine._scheduler.running) < 2:
         engine.step()
-    assert engine._controller.disabled == {0, 1} and engines.check_rows(engine) == 2
+    assert engine._loops.controller.disabled == {0, 1} and engines.check_rows(engine) == 2
     engine.run()
     handles.append(engine.submit(prompts[2]))
     engine.run()
-    assert engine._controller.disabled == {1} and program_cache.totals() == compiled
+    assert engine._loops.controller.disabled == {1} and program_cache.totals() == compiled
     results = [handle.result() for handle in handles]
     rows = [result.tokens for result in results]
     tally.compare(tiny.model(), prompts[:3], map(engines.expected, range(3)), rows)
@@ -166,13 +172,13 @@ def test_an_engine_chooses_by_its_own_times_and_acceptance(tally):
     engine = magicjax.Engine(tiny.model(), tiny.drafter("other"), tiny.TREES["chain1"], config)
     handles = [engine.submit(prompt) for prompt in engines.prompts()[:4]]
     engine.step()  # without warm-up, rounds are timed here
-    times = engine._controller.times
+    times = engine._loops.controller.times
     assert times.lengths == (1, 3 * engines.CAPACITY // 4) and times.rows == (1, 2)
     assert [arm.depth for arm in times.seconds] == [0, 1]
     assert all(0 < s < 60 for seconds in times.seconds.values() for s in seconds)
     costs = {arm: (9.0 if arm.depth else 1.0,) for arm in times.seconds}
-    controller = dataclasses.replace(engine._controller, times=RoundTimes((1,), costs))
-    engine._controller = controller
+    controller = dataclasses.replace(engine._loops.controller, times=RoundTimes((1,), costs))
+    engine._loops.controller = controller
     engine.run()
     rows = [handle.result().tokens for handle in handles]
     tally.compare(tiny.model(), engines.prompts()[:4], map(engines.expected, range(4)), rows)
@@ -185,7 +191,7 @@ def test_the_depths_of_a_cascade_are_those_of_its_chains():
     drafter = magicjax.Cascade(magicjax.PromptLookup(), tiny.drafter("self"))
     options = dict(drafter=drafter, tree=tiny.TREES["chain4"], max_tokens=tiny.NEW)
     request = keywords.prepare(tiny.model(), tiny.prompts(1), **options)
-    found = speculation.loops(request, adaptive=True)
+    found = speculation.arms_of(request, adaptive=True)
     depths = [arm.depth for arm in found]
     assert depths == [each.shape.depth for each in found.values()] == [0, 2, 3, 5]
     assert [each.tree.depth for each in found.values()] == [0, 1, 2, 4]
