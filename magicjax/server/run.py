@@ -1,6 +1,7 @@
 """Runs the server in the main thread until a signal ends it."""
 
 import asyncio
+import logging
 import signal
 import socket
 import time
@@ -13,6 +14,8 @@ from uvicorn.config import LOGGING_CONFIG
 
 from magicjax.server.config import ServerConfig
 from magicjax.server.worker import Worker
+
+logger = logging.getLogger("magicjax.server")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 TO_STDERR = {"handlers": ["default"], "level": "INFO", "propagate": False}
@@ -69,7 +72,15 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         if self.draining and self._drain is None:
-            self._drain = asyncio.ensure_future(self._worker.drain(self._server_config.drain_s))
+            requests, limit = self._worker.num_jobs, self._server_config.drain_s
+            if requests:
+                logger.info(
+                    "shutting down after %d running requests, or %g s; a second signal ends the "
+                    "process at once",
+                    requests,
+                    limit,
+                )
+            self._drain = asyncio.ensure_future(self._worker.drain(limit))
         self._close_idle()
         drained = self._drain is not None and self._drain.done()
         self.should_exit = drained or self._worker.error is not None
