@@ -33,19 +33,6 @@ class Counts:
     perfect: int = 0
     ranks: tuple[tuple[int, ...], ...] = ()
 
-    @classmethod
-    def of_row(cls, histogram: Sequence[int], emitted: int, drafted: int) -> "Counts":
-        """Returns the counts of a row all of whose trees were as deep as the histogram.
-
-        The row has no ranks.
-        """
-        depth = len(histogram) - 1
-        tried, _ = tried_and_accepted(np.asarray(histogram), depth, depth)
-        perfect = depth * sum(histogram)
-        return cls(
-            tuple(histogram), emitted, drafted, tuple(tried.tolist()), perfect, ((),) * depth
-        )
-
     def __add__(self, other: "Counts") -> "Counts":
         ranks = itertools.zip_longest(self.ranks, other.ranks, fillvalue=())
         return Counts(

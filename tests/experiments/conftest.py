@@ -11,7 +11,7 @@ import models
 from experiments.prompts import corpus
 from experiments.report import page
 from experiments.runner import launchers, measure, worker, workload
-from magicjax.decoding.counts import Counts
+from magicjax.decoding.counts import by_row
 from magicjax.decoding.stats import Stats, counted
 from models import DecoderConfig, Transformer, init_params
 
@@ -68,7 +68,8 @@ class ScriptedBench(workload.Bench):
         histogram = (
             (cell.new_tokens - 1, 0) if cell.draft == "none" else (1, cell.new_tokens // 2 - 1)
         )
-        row = Counts.of_row(histogram, emitted=cell.new_tokens - 1, drafted=2)
+        of_row = [cell.new_tokens], [histogram], np.zeros((1, 2, 0), int), [2]
+        (row,) = by_row(*map(np.array, of_row))
         stats = Stats(
             **counted((row,) * cell.batch),
             rounds=sum(histogram),

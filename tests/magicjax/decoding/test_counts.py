@@ -40,9 +40,8 @@ def test_statistics_follow_from_the_histogram_and_the_lengths():
     assert {name: getattr(found, name) for name in expected} == expected
 
 
-def test_a_row_counts_as_in_a_batch_without_its_ranks():
-    row = by_row(EMITTED, HISTOGRAM, RANKS[..., :0], np.array([12, 3]))[0]
-    assert Counts.of_row([1, 0, 2], emitted=7, drafted=12) == row
+def test_adding_nothing_changes_nothing():
+    row = by_row(EMITTED, HISTOGRAM, RANKS, np.array([12, 3]))[0]
     assert row + Counts() == Counts() + row == row
 
 
@@ -54,7 +53,7 @@ def test_nothing_has_no_rounds_and_rates_of_0():
 
 
 def test_rows_without_rounds_have_no_tau():
-    row = Counts.of_row([1, 1], emitted=3, drafted=2)
+    (row,) = by_row(np.array([4]), np.array([[1, 1]]), np.zeros((1, 2, 1), int), np.array([2]))
     assert tau_by_request([row, Counts()]) == row.tau == 1.5
     assert tau_by_request([Counts()]) == 0.0
 
