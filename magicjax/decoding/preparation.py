@@ -82,7 +82,7 @@ def validated_request(
     rows = token_ids(target, prompts)
     of_rows = validation.params_of_rows(params, len(rows))
     for each in of_rows:
-        validation.check_token_ids(target, each)
+        validation.check_for_target(target, each)
     verifier = validation.validated_verifier(options.verifier, drafter, tree, of_rows)
     limits = validation.validated_limits(target, rows, of_rows)
     validation.check_context(target, drafter, tree, shape.depth, rows, limits)
@@ -97,7 +97,6 @@ def validated_request(
     tokens = max(len(row) + int(limit) for row, limit in zip(rows, limits, strict=True))
     capacity = capacity_of(tokens, shape.depth)
     eos = validation.validated_eos(target, options.eos_token_id)
-    validation.check_stop(target, of_rows)
     allowed = _first_masks(target, rows, of_rows, eos)
     return Request(
         settings=Settings(

@@ -249,8 +249,11 @@ def _token_id(name: str, value: Any) -> int:
         raise TypeError(f"{name}={value!r} is not a token id: pass {remedy}") from None
 
 
-def check_token_ids(target: Model, params: SamplingParams) -> None:
-    """Raises ValueError if tokens of the parameters are outside of the vocabulary."""
+def check_for_target(target: Model, params: SamplingParams) -> None:
+    """Raises ValueError if a text of the target cannot have these parameters.
+
+    Its tokens may be outside of the vocabulary, and its stop strings not be found.
+    """
     vocab = target.config.vocab_size
     for name, tokens in (
         ("logit_bias", dict(params.logit_bias)),
@@ -263,6 +266,15 @@ def check_token_ids(target: Model, params: SamplingParams) -> None:
                 f"to {vocab - 1}",
                 name,
             )
+    if params.stop and target.tokenizer is None:
+        raise OptionError(
+            f"{{}}: the target {target.name!r} has no tokenizer, and stop strings are searched for "
+            "in the text; use stop_token_ids",
+            "stop",
+            params.stop[0],
+        )
+    if params.stop:
+        check_detokenization(target)
 
 
 def bad_sequences(target: Model, params: SamplingParams) -> list[list[int]]:
@@ -284,21 +296,6 @@ def bad_sequences(target: Model, params: SamplingParams) -> list[list[int]]:
             ids = tuple(target.tokenizer.encode(text, add_special_tokens=False))
             sequences |= {ids: None} if ids else {}
     return [list(ids) for ids in sequences]
-
-
-def check_stop(target: Model, params: Sequence[SamplingParams]) -> None:
-    """Raises ValueError if texts end at strings that cannot be searched for in them."""
-    stop = next((string for each in params for string in each.stop), None)
-    if stop is None:
-        return
-    if target.tokenizer is None:
-        raise OptionError(
-            f"{{}}: the target {target.name!r} has no tokenizer, and stop strings are searched for "
-            "in the text; use stop_token_ids",
-            "stop",
-            stop,
-        )
-    check_detokenization(target)
 
 
 def check_detokenization(target: Model) -> None:

@@ -9,7 +9,7 @@ from magicjax.checks import OptionError, check_number
 from magicjax.decoding.prompts import token_ids
 from magicjax.decoding.reasoning import thinking_budget
 from magicjax.decoding.text import Text, matcher_of
-from magicjax.decoding.validation import bad_sequences, check_params, check_stop, check_token_ids
+from magicjax.decoding.validation import bad_sequences, check_for_target, check_params
 from magicjax.engine.config import EngineLimitError
 from magicjax.engine.setup import EngineSetup
 from magicjax.model import Model
@@ -43,8 +43,7 @@ def validated_text(
                     f"differ: omit {name}"
                 )
     setup.config.check_params(params)
-    check_stop(setup.row.target, [params])
-    check_token_ids(setup.row.target, params)
+    check_for_target(setup.row.target, params)
     _check_bad_words(setup.row.target, params)
     thinking_budget(setup.row.target, tokens.tolist(), params)
     limit = _limit(setup, len(tokens), params.max_tokens)
