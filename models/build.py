@@ -73,7 +73,7 @@ def _init_block(module: nn.Module, key: jax.Array, layer: int = 0) -> dict[str, 
     x = jnp.zeros((1, 1, module.config.hidden_size), module.dtype)
     positions = jnp.zeros((1, 1), jnp.int32)
     block = layer_module(module, layer)
-    return block.init(key, x, positions, _no_attention, False)["params"]
+    return block.init(key, x, positions, _no_attention, 0)["params"]
 
 
 def init_blocks(module: nn.Module, seed: int = 0) -> Iterator[dict[str, Any]]:

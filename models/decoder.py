@@ -13,7 +13,8 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+import numpy as np
+from jaxtyping import Array, Float, Int
 
 from models import experts
 from models.layers import (
@@ -24,6 +25,7 @@ from models.layers import (
     PassResult,
     RMSNorm,
     embedding_lookup,
+    scaled,
 )
 from models.linear import Projection, packed_param, packed_rows, products, project
 from models.positions import (
@@ -67,6 +69,12 @@ NORMS: dict[str, Any] = {
     "layer": LayerNorm,
     "layer_no_bias": functools.partial(LayerNorm, use_bias=False),
 }
+# Fields that are finite numbers above 0.
+FACTORS = (
+    *("query_scale", "attention_softcap", "logits_softcap", "logits_divisor", "swiglu_limit"),
+    *("embedding_multiplier", "residual_multiplier"),
+)
+BY_POSITIONS, BY_WINDOW_POSITIONS, UNROTATED = range(3)  # rotations of a layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,13 +96,16 @@ class DecoderConfig:
       norm: "rms" (RMSNorm), "rms_plus_one" (Gemma's: scaled by 1 + the parameter), "layer"
         (LayerNorm) or "layer_no_bias".
       norm_eps: epsilon of the norms.
-      norm_before: norms come before attention and MLP; False: after each sum (OPT-350m).
-      norm_after: also norms of the outputs of attention and MLP, before each sum (Gemma 2 and 3);
-        requires `norm_before`, not `parallel`.
-      final_norm: a norm before the logits; requires `norm_before`.
+      norm_before: the inputs of attention and MLP are normalized.
+      norm_after: their outputs are normalized before each sum, with `norm_before` (Gemma 2 and 3)
+        or without it (OLMo 2 and 3); requires parallel=False. Without both, the sums are
+        normalized (OPT-350m).
+      final_norm: a norm before the logits; requires `norm_before` or `norm_after`.
       parallel: attention and MLP read the same x, and both are added to it (Falcon).
       shared_norm: with `parallel`, the MLP reads attention's normalized input (Falcon-7B).
       qk_norm: RMSNorm over each head of q and k before the rotation (Qwen3).
+      joint_qk_norm: with `qk_norm`, one RMSNorm over all heads of q, and one over those of k (OLMo
+        2 and 3).
       qkv_bias: biases on q, k, v.
       clip_qkv: q, k, v are clipped to this absolute value (MPT); None: they are not.
       out_bias: bias on the attention's output.
@@ -106,7 +117,11 @@ class DecoderConfig:
         are not.
       attention_sinks: each head has a learned logit in its softmax, without a value (gpt-oss).
       logits_softcap: the bound of logits, likewise.
+      logits_divisor: logits are divided by it before they are bounded (Granite).
       scale_embeddings: embeddings are multiplied by sqrt(E), rounded to the dtype (Gemma).
+      embedding_multiplier: embeddings are multiplied by it (Granite).
+      residual_multiplier: outputs of attention and MLP are multiplied by it before each sum
+        (Granite).
       num_experts: X, the experts of the mixture that is the MLP; None: there is one MLP. F is the
         width of an expert.
       experts_per_token: k, how many of them a token uses.
@@ -123,6 +138,8 @@ class DecoderConfig:
         included; None: every layer sees the whole text.
       full_layers: the layers without a window, in order; the others have it.
       window_positions: the rotary settings of the windowed layers; None: those of `positions`.
+      unrotated_layers: the layers without positions, in order, of a model with rotary ones
+        (SmolLM3).
       draft_vocab_size: for a draft model with output rows of its most frequent tokens only, the
         number of rows. The last stands for all other tokens, and is never predicted. The parameter
         `vocab_map`, int32 [V], has the row of each token. None: every token has its own.
@@ -147,6 +164,7 @@ class DecoderConfig:
     parallel: bool = False
     shared_norm: bool = False
     qk_norm: bool = False
+    joint_qk_norm: bool = False
     qkv_bias: bool = False
     clip_qkv: float | None = None
     out_bias: bool = False
@@ -157,7 +175,10 @@ class DecoderConfig:
     attention_softcap: float | None = None
     attention_sinks: bool = False
     logits_softcap: float | None = None
+    logits_divisor: float = 1.0
     scale_embeddings: bool = False
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
     num_experts: int | None = None
     experts_per_token: int = 0
     normalize_experts: bool = True
@@ -169,6 +190,7 @@ class DecoderConfig:
     sliding_window: int | None = None
     full_layers: tuple[int, ...] = ()
     window_positions: Rope | None = None
+    unrotated_layers: tuple[int, ...] = ()
     draft_vocab_size: int | None = None
     embeds_all: bool = False
 
@@ -193,7 +215,7 @@ class DecoderConfig:
                 f"{self.experts_per_token} of {self.num_experts} experts for each token: a "
                 "token uses from 1 to num_experts experts; without experts, omit both"
             )
-        for name in ("query_scale", "attention_softcap", "logits_softcap", "swiglu_limit"):
+        for name in FACTORS:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"{name}={value}: it must be a finite number above 0")
@@ -204,10 +226,15 @@ class DecoderConfig:
                 f"max_positions={self.max_positions} is too large: ALiBi has at most "
                 f"{ALIBI_POSITIONS} positions"
             )
-        if self.final_norm and not self.norm_before:
+        if self.final_norm and not (self.norm_before or self.norm_after):
             raise ValueError(
-                "final_norm=True requires norm_before=True: a model with norms after each sum has "
-                "none before its logits; use final_norm=False"
+                "final_norm=True requires norm_before=True or norm_after=True: a model with norms "
+                "after each sum has none before its logits; use final_norm=False"
+            )
+        if self.joint_qk_norm and (not self.qk_norm or self.norm != "rms"):
+            raise ValueError(
+                f"joint_qk_norm=True with qk_norm={self.qk_norm}, norm={self.norm!r}: it requires "
+                "qk_norm=True and norm='rms'"
             )
         if (self.shared_norm and not self.parallel) or (self.parallel and not self.norm_before):
             raise ValueError(
@@ -215,18 +242,27 @@ class DecoderConfig:
                 f"shared_norm={self.shared_norm}: shared_norm=True requires parallel=True, which "
                 "requires norm_before=True"
             )
-        if self.norm_after and (self.parallel or not self.norm_before):
-            raise ValueError(
-                f"norm_before={self.norm_before}, parallel={self.parallel}: norm_after=True "
-                "requires norm_before=True and parallel=False"
-            )
+        if self.norm_after and self.parallel:
+            raise ValueError("norm_after=True requires parallel=False: omit one of them")
         if self.draft_vocab_size is not None and not 2 <= self.draft_vocab_size < self.vocab_size:
             raise ValueError(
                 f"draft_vocab_size={self.draft_vocab_size} must be at least 2 and smaller than "
                 f"vocab_size={self.vocab_size}; omit it if the model has all tokens"
             )
 
+    def _check_layers(self, name: str) -> None:
+        layers = getattr(self, name)
+        if list(layers) != sorted({*layers} & {*range(self.num_layers)}):
+            raise ValueError(
+                f"{name}={layers}: name layers from 0 to {self.num_layers - 1}, each once, in order"
+            )
+
     def _check_windows(self) -> None:
+        if self.unrotated_layers and self.rope is None:
+            raise ValueError(
+                f"unrotated_layers={self.unrotated_layers} requires rotary positions: omit it"
+            )
+        self._check_layers("unrotated_layers")
         if self.sliding_window is None:
             if self.full_layers or self.window_positions is not None:
                 raise ValueError(
@@ -244,11 +280,7 @@ class DecoderConfig:
             )
         if self.window_positions is not None and self.rope is None:
             raise ValueError("window_positions requires rotary positions: omit it")
-        if list(self.full_layers) != sorted({*self.full_layers} & {*range(self.num_layers)}):
-            raise ValueError(
-                f"full_layers={self.full_layers}: name layers from 0 to {self.num_layers - 1}, "
-                "each once, in order"
-            )
+        self._check_layers("full_layers")
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -265,20 +297,29 @@ class DecoderConfig:
             return (False,) * self.num_layers
         return tuple(layer not in self.full_layers for layer in range(self.num_layers))
 
-    def frequencies(self, slides: Bool[Array, ""] | bool) -> tuple[Any, Any]:
+    @property
+    def rotations(self) -> tuple[int, ...]:
+        """The rotation of each layer: `BY_POSITIONS`, `BY_WINDOW_POSITIONS` or `UNROTATED`."""
+        windowed = BY_POSITIONS if self.window_positions is None else BY_WINDOW_POSITIONS
+        rotated = [windowed if slides else BY_POSITIONS for slides in self.slides]
+        unrotated = self.unrotated_layers
+        return tuple(UNROTATED if i in unrotated else kind for i, kind in enumerate(rotated))
+
+    def frequencies(self, rotation: Int[Array, ""] | int) -> tuple[Any, Any]:
         """Returns the radians per position and the factor on cosine and sine of a layer (`Rope`).
 
-        `slides` is that of the layer, and may be traced.
+        `rotation` is that of the layer, and may be traced. Those of `UNROTATED` change nothing.
         """
         assert self.rope is not None
         everywhere = frequencies(self.rope, self.head_dim)
-        if self.window_positions is None:
+        windowed = frequencies(self.window_positions or self.rope, self.head_dim)
+        kinds: Any = everywhere, windowed, (np.zeros_like(everywhere[0]), 1.0)
+        if isinstance(rotation, int):
+            return kinds[rotation]
+        if not self.unrotated_layers and self.window_positions is None:
             return everywhere
-        windowed = frequencies(self.window_positions, self.head_dim)
-        if isinstance(slides, bool):
-            return windowed if slides else everywhere
-        inverse = jnp.where(slides, windowed[0], everywhere[0])
-        return inverse, jnp.where(slides, windowed[1], everywhere[1])
+        inverse, factor = zip(*kinds, strict=True)
+        return jnp.stack(inverse)[rotation], jnp.stack(factor)[rotation]
 
     def _check_rotation(self, rope: Rope) -> None:
         size, factor = rope.rotary_dim(self.head_dim), rope.partial_rotary_factor
@@ -354,6 +395,8 @@ def of_layers(module: nn.Module, layers: Sequence[int]) -> nn.Module:
     changes: dict[str, Any] = {"num_layers": len(layers)}
     if full := getattr(module.config, "full_layers", ()):
         changes["full_layers"] = tuple(i for i, layer in enumerate(layers) if layer in full)
+    if unrotated := getattr(module.config, "unrotated_layers", ()):
+        changes["unrotated_layers"] = tuple(i for i, x in enumerate(layers) if x in unrotated)
     module = module.clone(config=dataclasses.replace(module.config, **changes))
     formats = formats_of(module)
     return module.clone(weights=formats.of_layers(layers)) if formats else module
@@ -374,7 +417,7 @@ class Attention(nn.Module):
     backend: str | None = None
 
     @nn.compact
-    def __call__(self, x, positions, attend: LayerAttend, slides: Bool[Array, ""] | bool):
+    def __call__(self, x, positions, attend: LayerAttend, rotation: Int[Array, ""] | int):
         c = self.config
         heads = ((c.num_heads // self.split.shards, HEADS), (c.head_dim, HEAD_DIM))
         kv_heads = ((c.num_kv_heads // self.split.kv_shards, KV_HEADS), (c.head_dim, HEAD_DIM))
@@ -391,21 +434,24 @@ class Attention(nn.Module):
             projection(embed, kv_heads, c.qkv_bias, "k"),
             projection(embed, kv_heads, c.qkv_bias, "v"),
         )
-        if c.qk_norm:
+        if c.joint_qk_norm:
+            q = self._norm_of_all_heads("q_norm", q, HEADS, self.split.axes)
+            k = self._norm_of_all_heads("k_norm", k, KV_HEADS, self.split.kv_axes)
+        elif c.qk_norm:
             settings = c.head_dim, c.norm_eps, self.dtype, HEAD_DIM, self.backend
             norm = NORMS[c.norm]
             q, k = norm(*settings, name="q_norm")(q), norm(*settings, name="k_norm")(k)
         if c.clip_qkv is not None:
             q, k, v = (jnp.clip(x, -c.clip_qkv, c.clip_qkv) for x in (q, k, v))
-        if isinstance(c.positions, Rope):
-            turn = c.frequencies(slides)
+        is_unrotated = isinstance(rotation, int) and rotation == UNROTATED
+        if isinstance(c.positions, Rope) and not is_unrotated:
+            turn = c.frequencies(rotation)
             q, k = rotate_by(q, positions, *turn), rotate_by(k, positions, *turn)
         if isinstance(c.positions, Alibi):
             slopes = local_slopes(c.num_heads, self.split)
             q, k, v = add_biases(q, k, v, positions, slopes, c.positions)
         if c.query_scale is not None:  # attention multiplies by D**-0.5
-            wide = q.astype(jnp.promote_types(q.dtype, jnp.float32))
-            q = (wide * (c.query_scale * c.head_dim**0.5)).astype(q.dtype)
+            q = scaled(q, c.query_scale * c.head_dim**0.5)
         options: dict[str, Any] = {}
         if c.attention_softcap is not None:
             options["softcap"] = c.attention_softcap
@@ -417,6 +463,11 @@ class Attention(nn.Module):
         out = out[..., : c.head_dim]
         out = projection(heads, embed, c.out_bias, "out", axis_names=self.split.axes)(out)
         return out, aux
+
+    def _norm_of_all_heads(self, name, x, axis, axis_names):
+        c, flat = self.config, x.reshape(*x.shape[:-2], -1)
+        settings = flat.shape[-1], c.norm_eps, self.dtype, axis, self.backend
+        return RMSNorm(*settings, axis_names=axis_names, name=name)(flat).reshape(x.shape)
 
 
 class FeedForward(nn.Module):
@@ -479,8 +530,8 @@ class MixtureOfExperts(nn.Module):
 class Block(nn.Module):
     """One layer; a separate module, so that it can be applied to any layer's weights.
 
-    Its arguments are the hidden states, the positions, the attention of this layer, and whether the
-    layer is a windowed one (`DecoderConfig.slides`).
+    Its arguments are the hidden states, the positions, the attention of this layer, and the layer's
+    rotation (`DecoderConfig.rotations`).
     """
 
     config: DecoderConfig
@@ -490,7 +541,7 @@ class Block(nn.Module):
     backend: str | None = None
 
     @nn.compact
-    def __call__(self, x, positions, attend: LayerAttend, slides: Bool[Array, ""] | bool):
+    def __call__(self, x, positions, attend: LayerAttend, rotation: Int[Array, ""] | int):
         c = self.config
 
         def norm(name):
@@ -504,18 +555,23 @@ class Block(nn.Module):
 
         attention = part(Attention, "attention")
         mlp = part(FeedForward if c.num_experts is None else MixtureOfExperts, "mlp")
-        if not c.norm_before:
-            out, aux = attention(x, positions, attend, slides)
-            x = norm("attention_norm")(x + out)
-            return norm("mlp_norm")(x + mlp(x)), aux
-        normed = norm("attention_norm")(x)
-        out, aux = attention(normed, positions, attend, slides)
+
+        def weighted(out, name=""):
+            out = norm(name)(out) if name and c.norm_after else out
+            return scaled(out, c.residual_multiplier)
+
+        if not (c.norm_before or c.norm_after):
+            out, aux = attention(x, positions, attend, rotation)
+            x = norm("attention_norm")(x + weighted(out))
+            return norm("mlp_norm")(x + weighted(mlp(x))), aux
+        normed = norm("attention_norm")(x) if c.norm_before else x
+        out, aux = attention(normed, positions, attend, rotation)
         if c.parallel:
             normed = normed if c.shared_norm else norm("mlp_norm")(x)
-            return x + out + mlp(normed), aux
-        x = x + (norm("attention_output_norm")(out) if c.norm_after else out)
-        out = mlp(norm("mlp_norm")(x))
-        return x + (norm("mlp_output_norm")(out) if c.norm_after else out), aux
+            return x + weighted(out) + weighted(mlp(normed)), aux
+        x = x + weighted(out, "attention_output_norm")
+        out = mlp(norm("mlp_norm")(x) if c.norm_before else x)
+        return x + weighted(out, "mlp_output_norm"), aux
 
 
 def layer_module(module: nn.Module, layer: int = 0) -> Block:
@@ -536,20 +592,20 @@ def output_matrix(module: nn.Module, params: dict[str, Any]) -> Array | Packed:
     return Packed(matrix, form, (OUTPUTS * matrix.shape[0],))
 
 
-@functools.partial(jax.jit, static_argnames=("block", "slides"))
+@functools.partial(jax.jit, static_argnames=("block", "rotation"))
 def apply_block(
     block: Block,
     params: dict[str, Any],
     x: Float[Array, "B T E"],
     positions: Int[Array, "B T"],
     attend: LayerAttend,
-    slides: bool,
+    rotation: int,
 ) -> tuple[Float[Array, "B T E"], Any]:
     """Returns the output of a layer with these parameters, and `attend`'s auxiliary output.
 
     JAX traces and lowers layers with equal modules and shapes once. XLA inlines the calls.
     """
-    return block.apply({"params": params}, x, positions, attend, slides)
+    return block.apply({"params": params}, x, positions, attend, rotation)
 
 
 class Transformer(nn.Module):
@@ -645,6 +701,7 @@ class Transformer(nn.Module):
             x = embedding_lookup(self.embedding, tokens, self.split)
         if c.scale_embeddings:
             x = x * jnp.asarray(c.hidden_size**0.5, x.dtype)
+        x = scaled(x, c.embedding_multiplier)
         if c.embedding_size is not None:
             x = self.project_in(x)
         if isinstance(c.positions, LearnedPositions):
@@ -656,7 +713,7 @@ class Transformer(nn.Module):
         self, x: Float[Array, "B T E"], positions: Int[Array, "B T"], attend: Attend, layer: int
     ) -> tuple[Float[Array, "B T E"], Any]:
         """Returns the output of one layer, and `attend`'s auxiliary output."""
-        arguments = x, positions, attend(layer), self.config.slides[layer]
+        arguments = x, positions, attend(layer), self.config.rotations[layer]
         if self.is_initializing():
             return self.layers[layer](*arguments)
         params = self.get_variable("params", f"{BLOCK}{layer}")
@@ -683,5 +740,5 @@ class Transformer(nn.Module):
         wide = jnp.promote_types(self.dtype, jnp.float32)
         matrix = weight if isinstance(weight, Packed) else Matrix(weight)
         (logits,) = products(x, [matrix], 1, self.backend, wide)
-        logits = capped(logits, c.logits_softcap)
+        logits = capped(scaled(logits, 1 / c.logits_divisor), c.logits_softcap)
         return logits if c.draft_vocab_size is None else logits.at[..., -1].set(NEVER)

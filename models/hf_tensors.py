@@ -272,7 +272,9 @@ def _layer(c: DecoderConfig, layer: str, path: tuple[str, ...]) -> list[Tensor]:
     linear = functools.partial(_linear, transposed=family.transposed)
     attention, mlp, bias = (*path, "attention"), (*path, "mlp"), c.norm == "layer"
     own_norms = "parallel_" if c.parallel and not c.shared_norm else ""
-    tensors = _norm(name[f"{own_norms}attention_norm"], (*path, "attention_norm"), bias)
+    tensors, inner_norms = [], c.norm_before or not c.norm_after
+    if inner_norms:
+        tensors += _norm(name[f"{own_norms}attention_norm"], (*path, "attention_norm"), bias)
     if "qkv" in name:
         groups = c.num_kv_heads if family.grouped_qkv else 1
         heads = (c.num_heads, c.num_kv_heads, c.num_kv_heads)
@@ -289,7 +291,7 @@ def _layer(c: DecoderConfig, layer: str, path: tuple[str, ...]) -> list[Tensor]:
     if c.attention_sinks:
         tensors.append(Tensor(name["sinks"], (*attention, "sinks"), flat=True))
     tensors += linear(name["out"], (*attention, "out"), 2, c.out_bias)
-    if not c.shared_norm:
+    if inner_norms and not c.shared_norm:
         tensors += _norm(name[f"{own_norms}mlp_norm"], (*path, "mlp_norm"), bias)
     for part in ("attention_output_norm", "mlp_output_norm") * c.norm_after:
         tensors += _norm(name[part], (*path, part), bias)

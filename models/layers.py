@@ -27,7 +27,8 @@ NEVER = -1e30  # logit of a token that is never predicted; finite, so that diffe
 class RMSNorm(nn.Module):
     """x divided by its root mean square, scaled; the mean is computed in float32.
 
-    With `plus_one` the scale is 1 + the parameter, and applied in float32.
+    With `plus_one` the scale is 1 + the parameter, and applied in float32. Mesh axes `axis_names`
+    divide E, of which this device has `size`.
     """
 
     size: int
@@ -36,6 +37,7 @@ class RMSNorm(nn.Module):
     axis: str | None = None
     backend: str | None = None
     plus_one: bool = False
+    axis_names: tuple[str, ...] = ()
 
     @nn.compact
     def __call__(self, x: Float[Array, "*B E"]) -> Float[Array, "*B E"]:
@@ -43,7 +45,11 @@ class RMSNorm(nn.Module):
         init = nn.with_logical_partitioning(start, (self.axis,))
         scale = self.param("scale", init, (self.size,), self.dtype)
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        wide = wide * jax.lax.rsqrt(mean(wide * wide, self.backend) + self.eps)
+        squares = mean(wide * wide, self.backend)
+        if self.axis_names:
+            squares = collectives.psum(squares, self.axis_names)
+            squares = squares / collectives.axis_size(self.axis_names)
+        wide = wide * jax.lax.rsqrt(squares + self.eps)
         if self.plus_one:
             return (wide * (1 + scale.astype(wide.dtype))).astype(x.dtype)
         return wide.astype(x.dtype) * scale
@@ -69,6 +75,13 @@ class LayerNorm(nn.Module):
         wide = wide - mean(wide, self.backend)
         wide = wide * jax.lax.rsqrt(mean(wide * wide, self.backend) + self.eps)
         return (wide * scale + bias).astype(x.dtype)
+
+
+def scaled(x: Float[Array, "..."], factor: float) -> Float[Array, "..."]:
+    """Returns x times a number, in x's dtype; the product is computed in at least float32."""
+    if factor == 1:
+        return x
+    return (x.astype(jnp.promote_types(x.dtype, jnp.float32)) * factor).astype(x.dtype)
 
 
 def in_every_layer(attention: LayerAttend) -> Attend:

@@ -225,6 +225,11 @@ class SmallModel(Drafter):
                 f"this one are learned or ALiBi: use sink_positions='text' and at most {limit} "
                 "tokens"
             )
+        if getattr(config, "unrotated_layers", False):
+            raise ValueError(
+                "sink_positions='in_cache' rotates sinks, and some layers of the drafter have no "
+                f"rotary positions: use sink_positions='text' and at most {limit} tokens"
+            )
         if any(self.model.windows):
             raise ValueError(
                 "sink_positions='in_cache' does not support a drafter with sliding windows: use "

@@ -79,6 +79,11 @@ class SparseSettings:
             )
         if model.config.kv_head_dim != model.config.head_dim:
             self._check_alibi()
+        if self.policy.rotates and getattr(model.config, "unrotated_layers", False):
+            raise ValueError(
+                f"policy={self.policy!r} rotates queries, and some layers of the model have no "
+                "rotary positions: use a policy that does not, such as snapkv or keydiff"
+            )
         check_context(model, self.budget)
         if self.ring < needed:
             raise ValueError(

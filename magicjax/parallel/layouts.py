@@ -107,7 +107,7 @@ class Offloaded(Layout):
 
     def run(self, module, params, tokens, positions, attend, layer_inputs) -> PassResult:
         block, layers = models.layer_module(module), module.config.num_layers
-        slides = jnp.asarray(module.config.slides)
+        rotations = jnp.asarray(module.config.rotations)
 
         def attend_any(layer):
             if isinstance(layer, int):
@@ -123,7 +123,7 @@ class Offloaded(Layout):
 
         def run_layer(x, layer, weights):
             out, aux = block.apply(
-                {"params": weights}, x, positions, attend_any(layer), slides[layer]
+                {"params": weights}, x, positions, attend_any(layer), rotations[layer]
             )
             return out, (aux, x if layer_inputs else None)
 

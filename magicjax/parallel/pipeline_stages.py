@@ -26,10 +26,11 @@ from sharding import STAGES
 def check_layers(config: Any, stages: int) -> None:
     """Raises ValueError unless the layers divide over the stages into equal parts."""
     layers = config.num_layers
-    slides = getattr(config, "slides", (False,) * layers)
+    names = ("slides", "rotations")  # which another decoder than the package's does not have
+    kinds = list(zip(*(getattr(config, name, (0,) * layers) for name in names), strict=True))
 
     def alike(count: int) -> bool:
-        return all(slides[i] == slides[i % (layers // count)] for i in range(layers))
+        return all(kinds[i] == kinds[i % (layers // count)] for i in range(layers))
 
     divisors = [n for n in range(1, layers + 1) if layers % n == 0 and alike(n)]
     if stages in divisors:
@@ -39,8 +40,8 @@ def check_layers(config: Any, stages: int) -> None:
     if layers % stages:
         raise ValueError(f"stage={stages} does not divide its {layers} layers: use {nearest}")
     raise ValueError(
-        f"stage={stages} gives stages different layers with sliding windows, and all stages must "
-        f"be alike: use {nearest}"
+        f"stage={stages} gives stages different layers, by sliding windows or rotary positions, "
+        f"and all stages must be alike: use {nearest}"
     )
 
 

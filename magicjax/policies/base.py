@@ -104,6 +104,7 @@ class Policy:
     window = 0  # how many of the newest queries
     accumulates = False  # whether the attention of all queries is summed
     reads_keys = False  # whether it computes with `evidence.keys`; with ALiBi they have positions
+    rotates = False  # whether it rotates queries, which not all layers of some models do
 
     def __post_init__(self):
         check_options(self, fields_of(type(self)).values())

@@ -39,6 +39,7 @@ class ExpectedAttention(Policy):
     covariance: bool = True
 
     reads_keys = True
+    rotates = True
 
     def __post_init__(self):
         super().__post_init__()

@@ -61,13 +61,19 @@ CONFIGS = {
     "falcon with two norms": dataclasses.replace(
         FALCON, shared_norm=False, positions=models.Rope(partial_rotary_factor=0.5)
     ),
+    "some layers without rotation": dataclasses.replace(
+        LLAMA, unrotated_layers=(1,), norm_before=False, norm_after=True, joint_qk_norm=True
+    ),
     "opt post-norm": dataclasses.replace(
         OPT, embedding_size=4, norm_before=False, final_norm=False, tie_embeddings=True
     ),
 }
 
 
-@pytest.fixture(params=quick(CONFIGS, "llama draft vocabulary", "falcon", "opt post-norm"))
+CHECKED = ("llama draft vocabulary", "some layers without rotation", "falcon", "opt post-norm")
+
+
+@pytest.fixture(params=quick(CONFIGS, *CHECKED))
 def module(request):
     return models.build(CONFIGS[request.param])
 
@@ -96,7 +102,7 @@ def test_a_layer_runs_alone_on_its_slice_of_the_parameters(module, attend_causal
     whole, _ = module.apply(params, x, positions, attend_causally, 1, method="block")
     one = {"params": params["params"]["layers_1"]}
     apply = jax.jit(models.layer_module(module).apply, static_argnums=4)
-    alone, _ = apply(one, x, positions, attend_causally(1), False)
+    alone, _ = apply(one, x, positions, attend_causally(1), module.config.rotations[1])
     np.testing.assert_array_equal(alone, whole)
 
 
@@ -118,7 +124,7 @@ def test_opt_positions_beyond_the_table_stay_finite(random_params):
 
 
 def test_layers_scan_over_stacked_parameters(module, attend_causally, random_params):
-    """Offloading streams layers through a scan, with a traced `slides`."""
+    """Offloading streams layers through a scan, with a traced rotation."""
     params = random_params(module)
     tokens, positions = tokens_and_positions()
     hidden, _, _ = module.apply(params, tokens, positions, attend_causally)
@@ -126,13 +132,13 @@ def test_layers_scan_over_stacked_parameters(module, attend_causally, random_par
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
 
     def step(x, slice_):
-        slides, layer_leaves = slice_
+        rotation, layer_leaves = slice_
         block = models.layer_module(module)
-        x, _ = block.apply({"params": layer_leaves}, x, positions, attend_causally(0), slides)
+        x, _ = block.apply({"params": layer_leaves}, x, positions, attend_causally(0), rotation)
         return x, None
 
     x = module.apply(params, tokens, positions, method="embed")
-    x, _ = jax.lax.scan(step, x, (jnp.asarray(module.config.slides), stacked))
+    x, _ = jax.lax.scan(step, x, (jnp.asarray(module.config.rotations), stacked))
     np.testing.assert_allclose(x, hidden, rtol=0, atol=1e-6 * np.abs(hidden).max())
 
 
@@ -144,6 +150,10 @@ def test_layers_scan_over_stacked_parameters(module, attend_causally, random_par
         ({"sliding_window": 0}, "sliding_window=0: it must be 1 or more"),
         ({"full_layers": (1,)}, "without sliding_window no layer has a window"),
         ({"sliding_window": 8, "full_layers": (2, 1)}, "full_layers=.* each once, in order"),
+        ({"unrotated_layers": (3,)}, "unrotated_layers=.* each once, in order"),
+        ({"unrotated_layers": (1,), "positions": models.Alibi()}, "requires rotary positions"),
+        ({"joint_qk_norm": True, "qk_norm": False}, "it requires qk_norm=True and norm='rms'"),
+        ({"norm_after": True, "parallel": True}, "norm_after=True requires parallel=False"),
         ({"sliding_window": 8, "positions": models.Alibi()}, "with ALiBi is not supported"),
         (
             {"positions": models.Alibi(), "max_positions": 2**17},

@@ -43,6 +43,7 @@ class Sizes:
       experts, experts_per_token: numbers of experts of a mixture, all of whose elements `mlp`
         counts; 0: no mixture.
       kv_bits: bits per element of the cache; None: `itemsize` counts.
+      joint_norms: whether layers have norms over all heads, which devices sum.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Sizes:
     experts: int = 0
     experts_per_token: int = 0
     kv_bits: int | None = None
+    joint_norms: bool = False
 
     @property
     def key(self) -> str:
@@ -78,7 +80,8 @@ class Sizes:
         windows = f"-window-{self.window}-{self.windowed_layers}" * bool(self.windowed_layers)
         mixture = f"-experts-{self.experts}-{self.experts_per_token}" * bool(self.experts)
         cache = f"-kv-{self.kv_bits}" * (self.kv_bits is not None)
-        rest = quantized, windows, mixture, cache, "-streamed" * self.streamed
+        norms = "-joint-norms" * self.joint_norms
+        rest = quantized, windows, mixture, cache, norms, "-streamed" * self.streamed
         return "-".join(map(str, numbers)) + "".join(rest)
 
     def with_layers(self, count: int) -> "Sizes":
@@ -198,6 +201,7 @@ def sizes_of(
         experts=config.num_experts or 0,
         experts_per_token=config.experts_per_token,
         kv_bits=kv_bits,
+        joint_norms=getattr(config, "joint_qk_norm", False),
         **counted,
     )
 
@@ -237,6 +241,7 @@ def pass_parts(
       sizes: the model's sizes.
       machine: heads, MLP and vocabulary are divided over `machine.model` devices. A layer has two
         ring all-reduces of the hidden states: each device sends 2 (g - 1) / g times their bytes.
+        Norms over all heads of q and of k are two more, of a number for each token.
         Token selection over a divided vocabulary is one more collective, of a few bytes.
       batch: B; the largest group counts if rows do not divide evenly.
       nodes: n, the new tokens of a row.
@@ -266,6 +271,7 @@ def pass_parts(
     scores = sizes.num_layers * sizes.num_heads * sizes.head_dim * (slots + nodes)
     hidden = tokens * sizes.hidden_size * sizes.itemsize
     messages = 2 * sizes.num_layers if g > 1 else 0
+    of_norms = messages * sizes.joint_norms  # of a number for each token
     fetched = {HOST: Work(fetched=sizes.streamed_bytes / g)} if sizes.streamed else {}
     return {
         "projections": linear(sizes.attention, sizes.matrix_itemsize),
@@ -283,7 +289,7 @@ def pass_parts(
         "selection": Work(
             bytes=LOGIT_PASSES * LOGIT_BYTES * tokens * sizes.vocab_size / g, messages=int(g > 1)
         ),
-        "collectives": Work(messages=messages, sent=messages * 2 * (g - 1) / g * hidden),
+        "collectives": Work(messages=messages + of_norms, sent=messages * 2 * (g - 1) / g * hidden),
         "overhead": Work(layers=sizes.num_layers),
         **fetched,
     }

@@ -122,11 +122,12 @@ def test_layers_that_do_not_divide(layers, count, nearest):
         pipeline_stages.check_layers(types.SimpleNamespace(num_layers=layers), count)
 
 
-def test_stages_with_different_windows_are_errors_that_name_the_nearest_numbers():
-    config = types.SimpleNamespace(num_layers=12, slides=(True, True, False) * 4)
-    pipeline_stages.check_layers(config, 4)
-    with pytest.raises(ValueError, match="stage=6 gives .* must be alike: use 4$"):
-        pipeline_stages.check_layers(config, 6)
+def test_stages_with_different_layers_are_errors_that_name_the_nearest_numbers():
+    for pattern in ({"slides": (True, True, False) * 4}, {"rotations": (0, 0, 2) * 4}):
+        config = types.SimpleNamespace(num_layers=12, **pattern)
+        pipeline_stages.check_layers(config, 4)
+        with pytest.raises(ValueError, match="stage=6 gives .* must be alike: use 4$"):
+            pipeline_stages.check_layers(config, 6)
 
 
 def test_few_micro_batches_where_weights_dominate_and_many_where_caches_do():
