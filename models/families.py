@@ -138,6 +138,22 @@ _GEMMA_NAMES = {
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_output_norm": "post_feedforward_layernorm",
 }
+_OLMO_NAMES = {
+    **{
+        part: name
+        for part, name in _LLAMA_NAMES.items()
+        if part not in ("attention_norm", "mlp_norm")
+    },
+    "attention_output_norm": "post_attention_layernorm",
+    "mlp_output_norm": "post_feedforward_layernorm",
+}
+_OLMO_SETTINGS = {
+    "norm_before": False,
+    "norm_after": True,
+    "qk_norm": True,
+    "joint_qk_norm": True,
+}
+_OLMO_DEFAULTS = {**_LLAMA_DEFAULTS, "rms_norm_eps": 1e-5, "attention_bias": False}
 _GEMMA_SETTINGS = {"norm": "rms_plus_one", "norm_after": True, "scale_embeddings": True}
 _GEMMA_DEFAULTS = {
     **_LLAMA_DEFAULTS,
@@ -191,6 +207,10 @@ _GPT2_SETTINGS = {**_PLAIN, **_BIASES, "positions": LearnedPositions()}
 
 # The text decoder of models that also read images, by their `model_type`: Gemma 3 from 4B on.
 TEXT_DECODERS: Mapping[str, str] = MappingProxyType({"gemma3": "gemma3_text"})
+
+# Values of `model_type` that are not supported, and why.
+_GEMMA_4 = "its layers without a window have larger heads than the others (global_head_dim)"
+REFUSED: Mapping[str, str] = MappingProxyType(dict.fromkeys(("gemma4", "gemma4_text"), _GEMMA_4))
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -379,6 +399,64 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "attn_logit_softcapping": (None,),
             },
             ignored=("hidden_act", "cache_implementation"),
+        ),
+        "smollm3": Family(
+            "SmolLM3ForCausalLM",
+            names=_LLAMA_NAMES,
+            keys={
+                **_LLAMA_KEYS,
+                "attention_bias": ("qkv_bias", "out_bias"),
+                "mlp_bias": "mlp_bias",
+            },
+            parts=("rope", "unrotated_layers"),
+            defaults={
+                **_LLAMA_DEFAULTS,
+                "max_position_embeddings": 32768,
+                "num_key_value_heads": 4,
+                "rope_theta": 2000000.0,
+                "attention_bias": False,
+                "mlp_bias": False,
+                "tie_word_embeddings": True,
+            },
+            fixed={**_SILU, "use_sliding_window": (False,)},
+        ),
+        "olmo2": Family(
+            "Olmo2ForCausalLM",
+            names=_OLMO_NAMES,
+            keys={**_LLAMA_KEYS, "attention_bias": ("qkv_bias", "out_bias")},
+            settings=_OLMO_SETTINGS,
+            parts=("rope",),
+            defaults=_OLMO_DEFAULTS,
+            fixed=_SILU,
+        ),
+        "olmo3": Family(
+            "Olmo3ForCausalLM",
+            names=_OLMO_NAMES,
+            keys={**_LLAMA_KEYS, "attention_bias": ("qkv_bias", "out_bias")},
+            settings=_OLMO_SETTINGS,
+            parts=("alternating_window", "full_rope"),
+            defaults={
+                **_OLMO_DEFAULTS,
+                "rope_theta": 500000.0,
+                "sliding_window": 4096,
+                "sliding_window_pattern": 4,
+            },
+            fixed=_SILU,
+        ),
+        "granite": Family(
+            "GraniteForCausalLM",
+            names=_LLAMA_NAMES,
+            keys={
+                **_LLAMA_KEYS,
+                "attention_bias": ("qkv_bias", "out_bias"),
+                "mlp_bias": "mlp_bias",
+                "embedding_multiplier": "embedding_multiplier",
+                "residual_multiplier": "residual_multiplier",
+                "logits_scaling": "logits_divisor",
+            },
+            parts=("rope", "attention_multiplier"),
+            defaults={**_LLAMA_DEFAULTS, "attention_bias": False, "mlp_bias": False},
+            fixed=_SILU,
         ),
         "opt": Family(
             "OPTForCausalLM",

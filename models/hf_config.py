@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from models.decoder import DecoderConfig
-from models.families import FAMILIES, TEXT_DECODERS, family_config
+from models.families import FAMILIES, REFUSED, TEXT_DECODERS, family_config
 from models.positions import Alibi, Rope
 
 logger = logging.getLogger(__name__)
@@ -139,7 +139,9 @@ KEY_TYPES: dict[str, type] = {
     **dict.fromkeys(("sliding_window_pattern", "_sliding_window_pattern"), int),
     **dict.fromkeys(("use_sliding_window", "_remove_final_layer_norm", "multi_query"), bool),
     **dict.fromkeys(("alibi", "new_decoder_architecture", "parallel_attn"), bool),
-    "layer_types": list,
+    **dict.fromkeys(("layer_types", "no_rope_layers"), list),
+    "attention_multiplier": float,
+    "no_rope_layer_interval": int,
 }
 TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
 TYPE_NAMES |= {dict: "an object", list: "an array"}
@@ -263,9 +265,10 @@ def read_config(raw: Mapping[str, Any], file: str = "config.json") -> DecoderCon
     _refuse_heads(raw)
     name: Any = raw.get("model_type")
     if name not in FAMILIES:
+        reason = f"{REFUSED[name]}; " if name in REFUSED else ""
         raise ValueError(
-            f"model_type={name!r} is not supported: it must be one of {', '.join(FAMILIES)}; "
-            "docs/extending/model_family.md describes how to add a family"
+            f"model_type={name!r} is not supported: {reason}it must be one of "
+            f"{', '.join(FAMILIES)}; docs/extending/model_family.md describes how to add a family"
         )
     family = FAMILIES[name]
     whole = family.architecture
@@ -484,12 +487,44 @@ def _full_layers(reader: _ConfigReader, layers: int, default: Iterable[int]) -> 
     return tuple(layer for layer, kind in enumerate(kinds) if kind == FULL)
 
 
+def _read_unrotated_layers(reader: _ConfigReader, settings: Settings) -> Settings:
+    """Returns the layers without rotation, by default every fourth (SmolLM3)."""
+    layers, interval = settings["num_layers"], reader.get("no_rope_layer_interval", 4)
+    if interval < 1:
+        raise ValueError(f"no_rope_layer_interval={interval}: it must be 1 or more")
+    rotated = reader.get("no_rope_layers")
+    if rotated is None:
+        return {"unrotated_layers": tuple(range(interval - 1, layers, interval))}
+    if len(rotated) < layers or any(rotates not in (0, 1) for rotates in rotated):
+        raise ValueError(
+            f"no_rope_layers={rotated}: it must have a 1 for each of the {layers} layers with "
+            "rotary positions, and a 0 for each without"
+        )
+    return {"unrotated_layers": tuple(i for i in range(layers) if not rotated[i])}
+
+
 def _read_two_ropes(reader: _ConfigReader, settings: Settings) -> Settings:
     """Returns the rotary settings of full and of windowed layers (Gemma 3)."""
-    nested = reader.get("rope_parameters")
     local_theta = float(reader.get("rope_local_base_freq", 10000.0))
     if local_theta <= 0:
         raise ValueError(f"rope_local_base_freq={local_theta}: it must be above 0")
+    return _full_and_windowed(reader, settings, local_theta)
+
+
+def _read_full_rope(reader: _ConfigReader, settings: Settings) -> Settings:
+    """Returns the rotary settings, of which only full layers have the scaling (OLMo 3)."""
+    flat = reader.get("rope_parameters", {})
+    if "factor" in flat:  # to which layers it applies differs between versions of transformers
+        raise ValueError(
+            f"rope_parameters has the settings of all layers: it must have those of {FULL} and "
+            f"{SLIDING}, each as an object"
+        )
+    return _full_and_windowed(reader, settings, float(reader.need("rope_theta")))
+
+
+def _full_and_windowed(reader: _ConfigReader, settings: Settings, local_theta: float) -> Settings:
+    """Returns the rotary settings of full and of windowed layers, of which the latter are plain."""
+    nested = reader.get("rope_parameters")
     if nested is None or not {FULL, SLIDING}.intersection(nested):
         ropes = _read_rope(reader, settings)["positions"], Rope(theta=local_theta)
     else:
@@ -533,6 +568,12 @@ def _read_query_scale(reader: _ConfigReader, settings: Settings) -> Settings:
     if scalar <= 0:
         raise ValueError(f"query_pre_attn_scalar={scalar}: it must be above 0")
     return {"query_scale": None if scalar == settings["head_dim"] else scalar**-0.5}
+
+
+def _read_attention_multiplier(reader: _ConfigReader, settings: Settings) -> Settings:
+    scale = float(reader.get("attention_multiplier", 1.0))
+    size = settings.get("head_dim", settings["hidden_size"] // settings["num_heads"])
+    return {"query_scale": None if scale == size**-0.5 else scale}
 
 
 def _read_final_norm(reader: _ConfigReader, settings: Settings) -> Settings:
@@ -587,7 +628,10 @@ READERS: dict[str, Callable[[_ConfigReader, Settings], Settings]] = {
     "switched_window": _read_switched_window,
     "alternating_window": _read_alternating_window,
     "two_ropes": _read_two_ropes,
+    "unrotated_layers": _read_unrotated_layers,
+    "full_rope": _read_full_rope,
     "query_scale": _read_query_scale,
+    "attention_multiplier": _read_attention_multiplier,
     "final_norm": _read_final_norm,
     "multi_query": _read_multi_query,
     "rope_or_alibi": _read_rope_or_alibi,

@@ -99,6 +99,25 @@ def _write_two_ropes(config: DecoderConfig) -> dict[str, Any]:
     return raw | {"rope_local_base_freq": local.theta}
 
 
+def _write_full_rope(config: DecoderConfig) -> dict[str, Any]:
+    raw = _write_rope(config)
+    if config.rope is None:
+        return raw
+    theta = (config.window_positions or config.rope).theta
+    windowed = {"rope_type": "default", "rope_theta": theta}
+    return raw | {"rope_parameters": {FULL: raw["rope_parameters"], SLIDING: windowed}}
+
+
+def _write_unrotated_layers(config: DecoderConfig) -> dict[str, Any]:
+    unrotated = config.unrotated_layers
+    return {"no_rope_layers": [int(layer not in unrotated) for layer in range(config.num_layers)]}
+
+
+def _write_attention_multiplier(config: DecoderConfig) -> dict[str, Any]:
+    scale = config.head_dim**-0.5 if config.query_scale is None else config.query_scale
+    return {"attention_multiplier": scale}
+
+
 def _write_query_scale(config: DecoderConfig) -> dict[str, Any]:
     scalar = config.head_dim if config.query_scale is None else config.query_scale**-2
     scalar = round(scalar, 6)
@@ -143,7 +162,10 @@ WRITERS: dict[str, Callable[[DecoderConfig], dict[str, Any]]] = {
     "switched_window": _write_switched_window,
     "alternating_window": _write_alternating_window,
     "two_ropes": _write_two_ropes,
+    "unrotated_layers": _write_unrotated_layers,
+    "full_rope": _write_full_rope,
     "query_scale": _write_query_scale,
+    "attention_multiplier": _write_attention_multiplier,
     "final_norm": _write_final_norm,
     "multi_query": _write_multi_query,
     "rope_or_alibi": _write_rope_or_alibi,

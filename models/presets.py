@@ -106,6 +106,34 @@ def _gemma_3(
     )
 
 
+def _olmo_3(
+    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int
+) -> DecoderConfig:
+    theta, length = 500000.0, 65536
+    rope = Rope(
+        theta=theta,
+        kind="yarn",
+        factor=8.0,
+        original_max_positions=8192,
+        attention_factor=1.2079441541679836,
+    )
+    return _llama(
+        hidden,
+        intermediate,
+        layers,
+        heads,
+        kv_heads,
+        vocab_size=100278,
+        max_positions=length,
+        positions=rope,
+        window_positions=Rope(theta=theta),
+        sliding_window=4096,
+        full_layers=tuple(range(3, layers, 4)),
+        norm_eps=1e-6,
+        family="olmo3",
+    )
+
+
 def _gpt_oss(layers: int, experts: int) -> DecoderConfig:
     rope = Rope(
         theta=150000.0, kind="yarn", factor=32.0, original_max_positions=4096, truncate=False
@@ -235,6 +263,50 @@ PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
         "qwen2.5-7b": _qwen_2_5(3584, 18944, 28, 28, 4, eps=1e-6),
         "qwen2.5-14b": _qwen_2_5(5120, 13824, 48, 40, 8, eps=1e-5),
         "qwen2.5-32b": _qwen_2_5(5120, 27648, 64, 40, 8, eps=1e-5),
+        "smollm3-3b": _llama(
+            2048,
+            11008,
+            36,
+            16,
+            4,
+            vocab_size=128256,
+            max_positions=65536,
+            positions=Rope(theta=5000000.0),
+            unrotated_layers=tuple(range(3, 36, 4)),
+            norm_eps=1e-6,
+            tie_embeddings=True,
+            family="smollm3",
+        ),
+        "olmo-2-1b": _llama(
+            2048,
+            8192,
+            16,
+            16,
+            16,
+            vocab_size=100352,
+            max_positions=4096,
+            positions=Rope(theta=500000.0),
+            norm_eps=1e-6,
+            family="olmo2",
+        ),
+        "olmo-3-7b": _olmo_3(4096, 11008, 32, 32, 32),
+        "olmo-3-32b": _olmo_3(5120, 27648, 64, 40, 8),
+        "granite-3.3-2b": _llama(
+            2048,
+            8192,
+            40,
+            32,
+            8,
+            vocab_size=49159,
+            max_positions=131072,
+            positions=Rope(theta=10000000.0),
+            query_scale=0.015625,
+            embedding_multiplier=12.0,
+            residual_multiplier=0.22,
+            logits_divisor=8.0,
+            tie_embeddings=True,
+            family="granite",
+        ),
         "opt-125m": _opt(768, 12, 12),
         "opt-1.3b": _opt(2048, 24, 32),
         "opt-13b": _opt(5120, 40, 40),

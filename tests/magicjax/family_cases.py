@@ -57,6 +57,22 @@ KINDS = {
         experts_per_token=2,
         swiglu_limit=2.0,
     ),
+    "smollm3": dict(family="smollm3", num_kv_heads=2, unrotated_layers=(1,)),
+    "olmo-3": dict(
+        family="olmo3",
+        num_kv_heads=2,
+        sliding_window=8,
+        full_layers=(1,),
+        window_positions=models.Rope(theta=100.0),
+    ),
+    "granite": dict(
+        family="granite",
+        num_kv_heads=2,
+        query_scale=0.5,
+        embedding_multiplier=2.0,
+        residual_multiplier=0.6,
+        logits_divisor=2.0,
+    ),
     "phi-4": dict(family="phi3", num_kv_heads=2, positions=models.Rope(partial_rotary_factor=0.75)),
 }
 

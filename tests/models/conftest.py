@@ -55,7 +55,7 @@ def _random_params():
 CASES = sorted(p.name for p in GOLDEN.iterdir())
 # The others differ from one of these in few settings.
 QUICK = ("falcon_40b", "gpt2", "llama_llama3", "mpt", "gemma2", "gemma3", "gpt_oss", "qwen3_moe")
-QUICK += ("opt_post_norm", "phi3_longrope", "starcoder")
+QUICK += ("opt_post_norm", "phi3_longrope", "starcoder", "smollm3", "olmo3", "granite")
 
 
 @pytest.fixture(params=quick(CASES, *QUICK))

@@ -194,6 +194,40 @@ CASES = {
         "Qwen3Moe",
         {**QWEN3_MOE, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     ),
+    "smollm3": (
+        "SmolLM3",
+        {
+            **LLAMA,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    ),
+    "olmo2": ("Olmo2", {**LLAMA, "num_attention_heads": 4}),
+    "olmo3": (
+        "Olmo3",
+        {
+            **LLAMA,
+            "num_attention_heads": 4,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "granite": (
+        "Granite",
+        {
+            **LLAMA,
+            "num_attention_heads": 4,
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.25,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 4.0,
+        },
+    ),
 }
 SHARDED = "llama_gqa"
 

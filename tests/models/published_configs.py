@@ -30,6 +30,10 @@ ARCHITECTURES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",
     "gpt_oss": "GptOssForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "granite": "GraniteForCausalLM",
     "opt": "OPTForCausalLM",
     "gpt2": "GPT2LMHeadModel",
     "falcon": "FalconForCausalLM",
@@ -181,6 +185,35 @@ def _mpt(hidden, layers, heads, positions, vocab=50432, **attention):
     return _file("mpt", **sizes, **own, attn_config=attention)
 
 
+def _smollm3(*sizes, **more):
+    layers = dict(layer_types=["full_attention"] * 36, max_window_layers=28)
+    layers |= dict(no_rope_layer_interval=4, no_rope_layers=[1, 1, 1, 0] * 9)
+    own = dict(attention_bias=False, hidden_act="silu", mlp_bias=False, pretraining_tp=2)
+    own |= dict(rms_norm_eps=1e-6, rope_scaling=None, sliding_window=None)
+    return _sized("smollm3", *sizes, **own | layers, use_sliding_window=False, **more)
+
+
+def _olmo(family, *sizes, **more):
+    own = dict(attention_bias=False, attention_dropout=0.0, hidden_act="silu", rms_norm_eps=1e-6)
+    own |= dict(rope_scaling=None, rope_theta=500000, tie_word_embeddings=False)
+    return _sized(family, *sizes, **own | more)
+
+
+def _olmo3(hidden, intermediate, layers, heads, kv_heads):
+    rope = dict(attention_factor=1.2079441541679836, beta_fast=32.0, beta_slow=1.0, factor=8.0)
+    rope |= dict(original_max_position_embeddings=8192, rope_type="yarn")
+    kinds = [*["sliding_attention"] * 3, "full_attention"] * (layers // 4)
+    window = dict(layer_types=kinds, sliding_window=4096)
+    sizes = hidden, intermediate, layers, heads, kv_heads, 100278, 65536
+    return _olmo("olmo3", *sizes, rope_scaling=rope, **window)
+
+
+def _granite(*sizes, **more):
+    own = dict(attention_bias=False, hidden_act="silu", mlp_bias=False, rope_scaling=None)
+    own |= dict(embedding_multiplier=12.0, residual_multiplier=0.22, tie_word_embeddings=True)
+    return _sized("granite", *sizes, **own | more)
+
+
 def _starcoder(hidden, layers, heads, positions, **more):
     own = dict(attention_softmax_in_fp32=True, scale_attention_softmax_in_fp32=True)
     own |= dict(inference_runner=0, max_batch_size=None, max_sequence_length=None)
@@ -296,6 +329,25 @@ PUBLISHED = {
     ),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
+    "smollm3-3b": _smollm3(2048, 11008, 36, 16, 4, 128256, 65536, rope_theta=5000000.0),
+    "olmo-2-1b": _olmo("olmo2", 2048, 8192, 16, 16, 16, 100352, 4096),
+    "olmo-2-7b": _olmo("olmo2", 4096, 11008, 32, 32, 32, 100352, 4096),
+    "olmo-2-13b": _olmo("olmo2", 5120, 13824, 40, 40, 40, 100352, 4096),
+    "olmo-2-32b": _olmo("olmo2", 5120, 27648, 64, 40, 8, 100352, 4096),
+    "olmo-3-7b": _olmo3(4096, 11008, 32, 32, 32),
+    "olmo-3-32b": _olmo3(5120, 27648, 64, 40, 8),
+    "granite-3.3-2b": _granite(
+        *(2048, 8192, 40, 32, 8, 49159, 131072),
+        attention_multiplier=0.015625,
+        logits_scaling=8.0,
+        rope_theta=10000000.0,
+    ),
+    "granite-3.3-8b": _granite(
+        *(4096, 12800, 40, 32, 8, 49159, 131072),
+        attention_multiplier=0.0078125,
+        logits_scaling=16.0,
+        rope_theta=10000000.0,
+    ),
     "opt-125m": _opt(768, 12, 12),
     "opt-350m": _opt(1024, 24, 16, word_embed_proj_dim=512, do_layer_norm_before=False),
     "opt-1.3b": _opt(2048, 24, 32, output_projection=True),
@@ -364,6 +416,11 @@ REFUSED = [
     ("gemma-3-1b", {"attn_logit_softcapping": 50.0}),
     ("gemma-3-1b", {"use_bidirectional_attention": True}),
     ("gpt-oss-20b", {"swiglu_alpha": 1.0}),
+    ("smollm3-3b", {"use_sliding_window": True}),
+    ("smollm3-3b", {"no_rope_layers": [1, 0]}),
+    ("olmo-2-1b", {"sliding_window": 4096}),
+    ("olmo-3-7b", {"hidden_act": "gelu"}),
+    ("granite-3.3-2b", {"partial_rotary_factor": 0.5}),
     ("opt-125m", {"activation_function": "gelu"}),
     ("opt-125m", {"layer_norm_elementwise_affine": False}),
     ("gpt2", {"add_cross_attention": True}),

@@ -73,6 +73,13 @@ def test_a_wrong_setting_is_caught(golden, logits_of):
     for name in ("attention_softcap", "logits_softcap", "window_positions", "query_scale"):
         if getattr(config, name) is not None:
             wrong.append((dataclasses.replace(config, **{name: None}), checkpoint.params))
+    for name in ("embedding_multiplier", "residual_multiplier", "logits_divisor"):
+        if getattr(config, name) != 1:
+            wrong.append((dataclasses.replace(config, **{name: 1.0}), checkpoint.params))
+    if config.unrotated_layers:
+        for layers in ((), tuple(range(config.num_layers))):
+            other = dataclasses.replace(config, unrotated_layers=layers)
+            wrong.append((other, checkpoint.params))
     if any(config.windows):
         for size in (config.sliding_window - 1, config.sliding_window + 1):
             shifted = dataclasses.replace(config, sliding_window=size)

@@ -107,6 +107,12 @@ def test_every_preset_survives_config_json(name):
         PHI3,
         family_config("gemma2", sliding_window=16, query_pre_attn_scalar=144, head_dim=8),
         family_config("gemma3_text", sliding_window=16, final_logit_softcapping=30.0),
+        family_config("smollm3", no_rope_layers=[0, 1, 1, 0]),
+        family_config("olmo2", attention_bias=True),
+        family_config("olmo3", sliding_window=16, rope_theta=100.0),
+        family_config("olmo3", layer_types=["full_attention"] * 4),
+        family_config("granite", attention_multiplier=0.5, residual_multiplier=2),
+        family_config("granite", attention_multiplier=8**-0.5, logits_scaling=3.0),
     ],
 )
 def test_every_switch_survives_config_json(raw):
@@ -278,6 +284,41 @@ def test_gemma_has_two_rotary_settings_in_both_spellings():
 # Rotary settings
 
 
+def test_layers_without_rotation_are_those_of_hugging_face():
+    def layers(**settings):
+        return read_config(family_config("smollm3", **settings)).unrotated_layers
+
+    assert layers() == layers(no_rope_layers=[1, 1, 1, 0]) == (3,)
+    assert layers(no_rope_layer_interval=2) == (1, 3)
+    assert layers(no_rope_layer_interval=2, no_rope_layers=[1] * 4) == ()
+    for settings, message in (
+        (
+            {"no_rope_layers": [1, 0]},
+            r"no_rope_layers=\[1, 0\]: it must have a 1 for each of the 4",
+        ),
+        ({"no_rope_layers": [1, 1, 2, 0]}, "and a 0 for each without"),
+        ({"no_rope_layer_interval": 0}, "no_rope_layer_interval=0: it must be 1 or more"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layers(**settings)
+
+
+def test_only_the_full_layers_of_olmo_3_have_the_scaling():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    kinds = {
+        "full_attention": {**yarn, "rope_theta": 5.0},
+        "sliding_attention": {"rope_theta": 5.0},
+    }
+    old = family_config("olmo3", rope_theta=5.0, rope_scaling=yarn)
+    new = family_config("olmo3", rope_parameters=kinds)
+    assert read_config(old) == read_config(new)
+    config = read_config(old | {"sliding_window": 16})
+    assert (config.rope.kind, config.window_positions) == ("yarn", models.Rope(theta=5.0))
+    assert config.windows == (16, 16, 16, None)
+    with pytest.raises(ValueError, match="rope_parameters has the settings of all layers"):
+        read_config(family_config("olmo3", rope_parameters=yarn))
+
+
 def test_yarn_without_an_original_length_uses_the_context():
     raw = {**LLAMA, "rope_scaling": {"type": "yarn", "factor": 4.0}}
     config = read_config(raw)
@@ -344,6 +385,11 @@ def test_two_spellings_that_disagree_are_an_error():
     "raw, message",
     [
         ({**LLAMA, "model_type": "gemma"}, "model_type='gemma' is not supported: it must be one"),
+        ({**LLAMA, "model_type": "gemma4_text"}, "is not supported: its layers without a window"),
+        (
+            family_config("granite", logits_scaling=0),
+            "logits_scaling=0: it must be a finite number",
+        ),
         ({**LLAMA, "hidden_act": "gelu"}, 'hidden_act="gelu" is not supported: it must be "silu"'),
         (
             {**LLAMA, "hidden_act": "gelu", "is_causal": False},

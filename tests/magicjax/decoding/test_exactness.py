@@ -271,6 +271,7 @@ QUICK = [
     Case(QUEST, WIDE, "kv_dtype=int8"),
     Case(NEAR, IRREGULAR, "mpt", accepts=0.02),
     Case(LOOKUP, CHAIN, "gpt-oss"),
+    Case(SELF, WIDE, "olmo-3", accepts=0.02),
     Case(f"{NEAR}:streaming:64", CHAIN, "mixed"),
     Case(REFRESHED, CHAIN, "mixed", layout="engine"),
     Case(RING, CHAIN, "windowed", accepts=0.999),  # windows within the budget: as in the target

@@ -26,6 +26,22 @@ def test_caches_that_cannot_have_positions_in_keys_are_errors(options, message):
         keywords.generate(tiny.model(), [[1, 2, 3]], max_tokens=4, drafter=drafter)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sink_positions": "in_cache"}, "rotates sinks, and some layers of the drafter have no"),
+        ({"policy": "expected_attention"}, "rotates queries, and some layers of the model have no"),
+    ],
+)
+def test_what_rotates_queries_or_keys_needs_rotary_positions_in_all_layers(options, message):
+    drafter = magicjax.SmallModel(
+        family_cases.model("smollm3", tiny.VOCAB),
+        **{"policy": "streaming", "budget": 24} | options,
+    )
+    with pytest.raises(ValueError, match=message):
+        keywords.generate(tiny.model(), [[1, 2, 3]], max_tokens=4, drafter=drafter)
+
+
 def test_a_text_beyond_the_last_learned_position_is_an_error():
     target = family_cases.model("opt", tiny.VOCAB)
     with pytest.raises(ValueError, match="needs 65 positions, and the target has 64"):

@@ -29,7 +29,9 @@ LLAMA = cost_model.sizes_of(models.preset("llama-3.1-8b"), "bfloat16", "llama-3.
 SMALL = cost_model.sizes_of(models.preset("llama-3.2-1b"), "bfloat16", "llama-3.2-1b")
 
 
-@pytest.mark.parametrize("name", ["llama-2-7b", "llama-3.2-1b", "qwen2.5-7b", "opt-125m"])
+@pytest.mark.parametrize(
+    "name", ["llama-2-7b", "llama-3.2-1b", "qwen2.5-7b", "opt-125m", "olmo-2-1b"]
+)
 def test_every_parameter_is_counted_once(name):
     config = models.preset(name)
     s = cost_model.sizes_of(config)
@@ -56,6 +58,9 @@ def test_the_work_of_a_pass_equals_a_hand_count():
     # 64 all-reduces of 8 hidden states; in a ring of two each device sends them once
     assert parts["collectives"] == Work(messages=64, sent=64 * 8 * width * 2)
     assert parts["overhead"] == Work(layers=32)
+    olmo = cost_model.sizes_of(models.preset("olmo-2-1b"))
+    parts = cost_model.pass_parts(olmo, Machine(UNIT, model=2), 2, 4, 100)
+    assert parts["collectives"] == Work(messages=4 * 16, sent=2 * 16 * 8 * 2048 * olmo.itemsize)
 
 
 def test_a_part_takes_the_maximum_of_memory_and_compute_time_and_overheads_add():
