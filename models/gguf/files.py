@@ -45,10 +45,12 @@ ARCHITECTURES = {
     "gemma3": "gemma3_text",
     "gpt-oss": "gpt_oss",
     "qwen3moe": "qwen3_moe",
+    **{name: name for name in ("smollm3", "olmo2", "granite")},
     "starcoder": "gpt_bigcode",
     "starcoder2": "starcoder2",
 }
 MIXTRAL = "mixtral"  # the family of a "llama" with experts
+PERMUTED = ("llama", MIXTRAL, "smollm3", "granite")  # families whose q and k llama.cpp permutes
 # Layers of Gemma's largest models, whose queries have another scale.
 LARGEST_GEMMA = {"gemma2": 46, "gemma3_text": 62}
 # Settings of which one value is supported.
@@ -270,6 +272,13 @@ def _of_family(
             raw["sliding_window_pattern"] = pattern
     if family in LARGEST_GEMMA:
         raw |= _of_gemma(family, fields, settings)
+    if family == "granite":
+        raw |= _of_granite(fields, settings)
+    if family == "olmo2" and (window := settings.get("attention.sliding_window")):
+        raise ValueError(
+            f"olmo2.attention.sliding_window={window} (OLMo 3) is not supported: load the model's "
+            "Hugging Face directory"
+        )
     if family == "qwen3_moe":  # of which llama.cpp normalizes the weights
         raw["norm_topk_prob"] = True
     if family == "gpt_bigcode":
@@ -296,6 +305,23 @@ def _of_gemma(family: str, fields: Mapping[str, Any], settings: dict[str, Any]) 
     if fields["num_layers"] == LARGEST_GEMMA[family]:
         head_dim = fields["hidden_size"] / fields["num_heads"]
     return {"query_pre_attn_scalar": head_dim, **raw}
+
+
+def _of_granite(fields: Mapping[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns the multipliers; llama.cpp does not apply those that a file does not have."""
+    name = "rope.scaling.finetuned"
+    if not settings.pop(name, True):  # llama.cpp's switch of the rotation
+        raise ValueError(f"granite.{name}=False (no rotary positions) is not supported")
+    if "logit_scale" not in settings:
+        raise ValueError("granite.logit_scale is missing: the file is damaged or too old")
+    names = {
+        "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale",
+        "logits_scaling": "logit_scale",
+    }
+    scale = settings.pop("attention.scale", fields["head_dim"] ** -0.5)
+    multipliers = {key: settings.pop(name, 1.0) for key, name in names.items()}
+    return {"attention_multiplier": scale, **multipliers}
 
 
 def _of_all_layers(name: str, value: Any) -> Any:
@@ -417,8 +443,8 @@ def _weight(
     group = None
     if isinstance(tensor.fused, Fused) and config.family == "falcon":
         group = tensor.fused.groups, tensor.fused.sizes
-    is_llama = config.family in ("llama", MIXTRAL)
-    permuted = heads.get(tensor.name.split(".")[-2], 0) if is_llama else 0
+    is_permuted = config.family in PERMUTED
+    permuted = heads.get(tensor.name.split(".")[-2], 0) if is_permuted else 0
     is_shifted = config.family in LARGEST_GEMMA and tensor.name.endswith("norm.weight")
     return Weight(
         shape,

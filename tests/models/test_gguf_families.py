@@ -92,6 +92,11 @@ GEMMA = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
 }
+SMOLLM = {
+    **LLAMA,
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+}
 GPT_OSS = {
     **LLAMA,
     "post_attention_layernorm": "post_attention_norm",
@@ -150,6 +155,19 @@ CASES = {
             "rope.freq_base_swa": 50.0,
             "rope.scaling.type": "linear",
             "rope.scaling.factor": 4.0,
+        },
+    ),
+    "smollm3": ("smollm3", SMOLLM, {"rope.freq_base": 100.0}),
+    "olmo2": ("olmo2", GEMMA, {"rope.freq_base": 10000.0}),
+    "granite": (
+        "granite",
+        SMOLLM,
+        {
+            "attention.scale": 0.25,
+            "embedding_scale": 3.0,
+            "residual_scale": 0.6,
+            "logit_scale": 4.0,
+            "rope.dimension_count": 4,
         },
     ),
     "gpt_oss": (
@@ -213,7 +231,11 @@ def write(path, case, folder=None, mxfp4=None, matrices="F32", **changes):
         stem, _, suffix = name.rpartition(".")
         block = re.fullmatch(r".*\.(?:h|layers|blocks)\.(\d+)\.(.*)", stem)
         stem = f"blk.{block[1]}.{names[block[2]]}" if block else names[stem]
-        if case == "mixtral" and block and stem.endswith(("attn_q", "attn_k")):
+        if (
+            case in ("mixtral", "smollm3", "granite")
+            and block
+            and stem.endswith(("attn_q", "attn_k"))
+        ):
             heads = config.num_heads if stem.endswith("q") else config.num_kv_heads
             values = gguf_cases.permute(values, heads)
         if architecture == "gpt2" and block and values.ndim == 2:
@@ -255,7 +277,7 @@ def _gpt_oss_experts(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
     return {f"{stem.replace('gate_up', part)}.{suffix}": x for part, x in parts}
 
 
-CHECKED = ("mixtral", "gpt2", "falcon_40b", "mpt_clip", "phi3", "gemma3", "gpt_oss")
+CHECKED = ("mixtral", "gpt2", "falcon_40b", "mpt_clip", "phi3", "gemma3", "gpt_oss", "granite")
 
 
 @pytest.mark.parametrize("case", quick(CASES, *CHECKED))
@@ -410,6 +432,8 @@ def test_experts_in_mxfp4_stay_quantized(tmp_path, random_params):
         ("mpt", {"attention.max_alibi_bias": 0.0}, "max_alibi_bias=0.0 is not supported"),
         ("mpt", {"attention.head_count_kv": 2}, "head_count_kv=2 with heads of size 2"),
         ("gpt2", {"rope.scaling.factor": 2.0}, "gpt2.rope.scaling.factor=2.0 is not supported"),
+        ("olmo2", {"attention.sliding_window": 6}, "sliding_window=6 .OLMo 3. is not supported"),
+        ("granite", {"rope.scaling.finetuned": False}, "no rotary positions. is not supported"),
     ],
 )
 def test_settings_of_a_family_that_are_not_supported_are_errors(case, changes, message, tmp_path):
