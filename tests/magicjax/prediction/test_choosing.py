@@ -47,6 +47,9 @@ def known_times(monkeypatch):
     monkeypatch.setattr(choosing, "run_trial", rounds)
     monkeypatch.setattr(trials, "time_decoders", timed)
     monkeypatch.setattr(choosing, "RUN_ROUNDS", 2)  # the outputs are short
+    # Every tree is a program.
+    monkeypatch.setattr(trials, "DEPTHS", (1, 2, 4))
+    monkeypatch.setattr(trials, "NODES", (8,))
 
 
 def round_seconds(decoder) -> float:
