@@ -352,11 +352,13 @@ def test_sampled_texts_with_penalties_have_the_joint_distribution(what):
     check(what, ONE_CALL, PROCESSED)
 
 
-@pytest.mark.parametrize("what", quick(PENALIZED, "small, 2,2"))
+@pytest.mark.slow
+@pytest.mark.parametrize("what", PENALIZED)
 def test_sampled_texts_with_a_thinking_budget_have_the_joint_distribution(what):
     check(what, ONE_CALL, BUDGETED)
 
 
+@pytest.mark.slow
 def test_a_thinking_budget_counted_at_the_root_only_is_detected(monkeypatch):
     def of_root(parents):
         return jnp.zeros(parents.shape, jnp.int32)

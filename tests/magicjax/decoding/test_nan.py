@@ -1,6 +1,7 @@
 """Rows whose logits become NaN, as by overflow in float16, end with an error; others go on."""
 
 import dataclasses
+import itertools
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import magicjax
 from magicjax.benchmarks.synthetic import Synthetic
 from tests.magicjax import tiny
+from tests.quick import quick
 
 DRAFTERS = {"plain": {}, "tree": dict(drafter=tiny.drafter("near"), tree=tiny.TREES["2,2,1"])}
 TEXTS = tiny.expected(8)
@@ -35,8 +37,9 @@ def token_of_few() -> tuple[int, dict[int, int]]:
 TOKEN, BEGINS = token_of_few()
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(
+    ("name", "sampled"), quick(itertools.product(DRAFTERS, (False, True)), ("tree", True))
+)
 def test_generate_and_stream_name_the_row(name, sampled):
     row = min(BEGINS)
     params = [
@@ -51,7 +54,7 @@ def test_generate_and_stream_name_the_row(name, sampled):
             pass
 
 
-@pytest.mark.parametrize("backend", ["xla", "reference"])
+@pytest.mark.parametrize("backend", quick(["xla", "reference"], "xla"))
 def test_a_wrong_draft_with_nan_changes_nothing(backend):
     """A drafted node with NaN must not reach its siblings and the root through masked weights."""
     token = next(t for t in range(tiny.VOCAB) if not any(t in row for row in TEXTS) and t != 0)
@@ -73,7 +76,7 @@ def test_a_prompt_with_nan_has_no_token():
         magicjax.generate(target(TOKEN), [prompt], magicjax.SamplingParams(max_tokens=4))
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", quick(DRAFTERS, "plain"))
 def test_requests_of_an_engine_end_alone(name):
     config = magicjax.EngineConfig(slots=3, capacity=128, prefill_chunk=16)
     engine = magicjax.Engine(target(TOKEN), *DRAFTERS[name].values(), config=config)
