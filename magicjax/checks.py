@@ -71,6 +71,11 @@ def check_number(
         raise OptionError(wanted, name, value)
 
 
+def counted(number: int, noun: str) -> str:
+    """Returns a number with its noun: "1 token", "2 tokens"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def describe_number(
     kind: type = int,
     *,

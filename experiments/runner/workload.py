@@ -28,7 +28,7 @@ from magicjax.decoding import footprint, memory, program_cache
 from magicjax.decoding.paired_timing import PrefilledPrompts
 from magicjax.decoding.preparation import prepare
 from magicjax.decoding.request import Request, RequestOptions
-from magicjax.decoding.stats import counted
+from magicjax.decoding.stats import summed
 from magicjax.files import locked, write_atomically
 from magicjax.loading import skeleton
 from magicjax.parallel import offloading
@@ -301,10 +301,10 @@ def merge(outputs: Sequence[Any]) -> Any:
     first, all_stats = outputs[0], [output.stats for output in outputs]
     if len(outputs) == 1:
         return first
-    summed = ("rounds", "compilations", "prefill_s", "decode_s", "compile_s")
-    totals = {name: sum(getattr(stats, name) for stats in all_stats) for name in summed}
+    names = ("rounds", "compilations", "prefill_s", "decode_s", "compile_s")
+    totals = {name: sum(getattr(stats, name) for stats in all_stats) for name in names}
     by_request = tuple(row for stats in all_stats for row in stats.by_request)
-    stats = dataclasses.replace(first.stats, **counted(by_request) | totals)
+    stats = dataclasses.replace(first.stats, **summed(by_request) | totals)
     results = [each for output in outputs for each in output.results]
     tokens = np.concatenate([output.tokens for output in outputs])
     return dataclasses.replace(first, results=results, tokens=tokens, stats=stats)

@@ -73,11 +73,6 @@ def settings_from(arguments: argparse.Namespace, kind: type) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def counted(number: int, noun: str) -> str:
-    """Returns a number with its noun: "1 token", "2 tokens"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def check_effects(
     arguments: argparse.Namespace, effects: Iterable[tuple[str, object, str]]
 ) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import magicjax
-from magicjax.checks import OptionError
+from magicjax.checks import OptionError, counted
 from magicjax.cli import arg_utils, drafting, model_options, printing
 from magicjax.decoding.counts import Counts
 from magicjax.decoding.prompts import chat_tokens, token_ids
@@ -346,11 +346,11 @@ def report(session: Session) -> str:
 def _summary(answers: Sequence[AnswerStats]) -> str:
     stats = [answer.stats for answer in answers]
     counts = sum(stats, Counts())
-    parts = [arg_utils.counted(sum(one.new_tokens for one in stats), "token")]
+    parts = [counted(sum(one.new_tokens for one in stats), "token")]
     if counts.target_passes:
         parts.append(f"{counts.emitted / sum(answer.decode_s for answer in answers):.1f} tokens/s")
         if len(counts.histogram) > 1:
             parts.append(f"tau {counts.tau:.2f}")
-    prefilled = arg_utils.counted(sum(one.prefilled_tokens for one in stats), "token")
+    prefilled = counted(sum(one.prefilled_tokens for one in stats), "token")
     seconds = sum(answer.prefill_s for answer in answers)
     return ", ".join([*parts, f"{prefilled} prefilled in {seconds:.3f} s"])

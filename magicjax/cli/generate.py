@@ -7,14 +7,14 @@ import os
 import pathlib
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 
 import magicjax
-from magicjax.checks import check_number
+from magicjax.checks import check_number, counted
 from magicjax.cli import INTERRUPTED, arg_utils, drafting, model_options, printing
 from magicjax.cli.arg_utils import AUTO
 from magicjax.decoding.output import Output
@@ -323,29 +323,8 @@ def speculation(
 def report(output: Output) -> str:
     """Returns why the text of a run has ended, and its statistics, as a few lines of text."""
     stats, (reason,) = output.stats, output.finish_reasons
-    lines = [
-        f"{arg_utils.counted(output.lengths.sum(), 'token')}, "
-        f"finish_reason {FINISH_REASONS.get(reason, reason)}, backend {stats.attention_backend}"
-    ]
-    if stats.rounds:
-        lines.append(
-            f"decoding {arg_utils.counted(stats.emitted, 'token')}: {stats.decode_s:.3f} s, "
-            f"{stats.tokens_per_s:.1f} tokens/s, {arg_utils.counted(stats.rounds, 'round')}"
-        )
-    if stats.rounds and stats.acceptance_by_depth:
-        lines += [
-            f"tau {stats.tau:.2f} tokens per round, {stats.nodes_per_round:.1f} nodes per round",
-            f"acceptance by depth  {_by_depth(stats.acceptance_by_depth)}",
-            f"  if reached         {_by_depth(stats.acceptance_if_reached)}",
-        ]
-    lines += [
-        f"prefill {stats.prefill_s:.3f} s, compilation {stats.compile_s:.1f} s "
-        f"({arg_utils.counted(stats.compilations, 'program')})",
-        f"KV cache: target {stats.kv_bytes_target / 1e6:.1f} MB, "
-        f"draft {stats.kv_bytes_draft / 1e6:.1f} MB",
-    ]
-    return "\n".join(lines)
-
-
-def _by_depth(shares: Sequence[float]) -> str:
-    return "  ".join(f"{depth}: {share:.2f}" for depth, share in enumerate(shares, 1))
+    return (
+        f"{counted(output.lengths.sum(), 'token')}, "
+        f"finish_reason {FINISH_REASONS.get(reason, reason)}, backend {stats.attention_backend}\n"
+        f"{stats}"
+    )

@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 import magicjax
-from magicjax.checks import OptionError, check_number
+from magicjax.checks import OptionError, check_number, counted
 from magicjax.cli import arg_utils, drafting, model_options
 from magicjax.decoding import memory, program_cache
 from magicjax.decoding.request import Request
@@ -178,7 +178,7 @@ def run(arguments: argparse.Namespace) -> int:
         per_device = " on each device" if arguments.mesh else ""
         drafter = drafters.text if drafters else arg_utils.NONE
         _note(
-            f"serving {name} at {url} with {arg_utils.counted(engine.config.slots, 'slot')} of "
+            f"serving {name} at {url} with {counted(engine.config.slots, 'slot')} of "
             f"{engine.config.capacity:,} tokens in {served.target.dtype.name}, drafter "
             f"{drafter}; memory{per_device}: {memory.describe(rows)}"
         )

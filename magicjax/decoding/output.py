@@ -14,7 +14,7 @@ from magicjax.decoding.decoder import Decoder
 from magicjax.decoding.loop import DecodeState
 from magicjax.decoding.request import Request
 from magicjax.decoding.rounds import Call
-from magicjax.decoding.stats import Stats, counted
+from magicjax.decoding.stats import Stats, summed
 from magicjax.decoding.text import Result, Text, matcher_of
 from sharding import global_arrays
 
@@ -127,7 +127,7 @@ def output_of(
     for row, result in zip(tokens, results, strict=True):
         row[: len(result.tokens)] = result.tokens
     stats = Stats(
-        **counted(by_request),
+        **summed(by_request),
         rounds=max(row.target_passes for row in by_request),
         prefill_s=clock.prefill_s,
         decode_s=clock.decode_s,

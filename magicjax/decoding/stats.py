@@ -1,8 +1,10 @@
 """Statistics of a run: acceptance, counts, times and bytes."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
+from magicjax.checks import counted
 from magicjax.decoding.counts import Counts, tau_by_request
 
 
@@ -53,7 +55,33 @@ class Stats(Counts):
         """Emitted tokens divided by `decode_s`."""
         return self.emitted / self.decode_s if self.decode_s else 0.0
 
+    def __str__(self) -> str:
+        """Returns rates and times as a few lines of text."""
+        lines = []
+        if self.rounds:
+            lines.append(
+                f"decoding {counted(self.emitted, 'token')}: {self.decode_s:.3f} s, "
+                f"{self.tokens_per_s:.1f} tokens/s, {counted(self.rounds, 'round')}"
+            )
+        if self.rounds and self.acceptance_by_depth:
+            lines += [
+                f"tau {self.tau:.2f} tokens per round, {self.nodes_per_round:.1f} nodes per round",
+                f"acceptance by depth  {_by_depth(self.acceptance_by_depth)}",
+                f"  if reached         {_by_depth(self.acceptance_if_reached)}",
+            ]
+        lines += [
+            f"prefill {self.prefill_s:.3f} s, compilation {self.compile_s:.1f} s "
+            f"({counted(self.compilations, 'program')})",
+            f"KV cache: target {self.kv_bytes_target / 1e6:.1f} MB, "
+            f"draft {self.kv_bytes_draft / 1e6:.1f} MB",
+        ]
+        return "\n".join(lines)
 
-def counted(by_request: tuple[Counts, ...]) -> dict[str, Any]:
+
+def _by_depth(shares: Sequence[float]) -> str:
+    return "  ".join(f"{depth}: {share:.2f}" for depth, share in enumerate(shares, 1))
+
+
+def summed(by_request: tuple[Counts, ...]) -> dict[str, Any]:
     """Returns the counted fields of `Stats`, which are sums over the rows."""
     return vars(sum(by_request, Counts())) | {"by_request": by_request}

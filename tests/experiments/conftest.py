@@ -12,7 +12,7 @@ from experiments.prompts import corpus
 from experiments.report import page
 from experiments.runner import launchers, measure, worker, workload
 from magicjax.decoding.counts import by_row
-from magicjax.decoding.stats import Stats, counted
+from magicjax.decoding.stats import Stats, summed
 from models import DecoderConfig, Transformer, init_params
 
 
@@ -71,7 +71,7 @@ class ScriptedBench(workload.Bench):
         of_row = [cell.new_tokens], [histogram], np.zeros((1, 2, 0), int), [2]
         (row,) = by_row(*map(np.array, of_row))
         stats = Stats(
-            **counted((row,) * cell.batch),
+            **summed((row,) * cell.batch),
             rounds=sum(histogram),
             prefill_s=0.25,
             decode_s=1.0 if cell.draft == "none" else 0.5,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from magicjax.decoding.counts import Counts, by_row, tau_by_request, tried_and_accepted
-from magicjax.decoding.stats import Stats, counted
+from magicjax.decoding.stats import Stats, summed
 
 # Two rows, depth 2: rounds that accepted 0, 1, 2 tokens.
 HISTOGRAM = np.array([[1, 0, 2], [0, 1, 0]])
@@ -17,7 +17,7 @@ def test_statistics_follow_from_the_histogram_and_the_lengths():
     rows = by_row(EMITTED, HISTOGRAM, RANKS, np.array([12, 3]))
     times = dict(prefill_s=1.0, decode_s=2.0, compile_s=0.0, compilations=0)
     caches = dict(kv_bytes_target=1, kv_bytes_draft=1, attention_backend="xla")
-    found = Stats(**counted(rows), rounds=3, **times, **caches)
+    found = Stats(**summed(rows), rounds=3, **times, **caches)
     expected = {
         "tau": 9 / 4,
         "tau_by_request": (7 / 3 + 2 / 1) / 2,
