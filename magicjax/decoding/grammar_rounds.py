@@ -24,7 +24,7 @@ def propose(
     settings: Settings, target: Model, drafter: Drafter | None, state: DecodeState
 ) -> tuple[Nodes, PerDevice]:
     """Returns ((tokens, parents) of the nodes of a round, what the other programs need)."""
-    proposed = loop.propose(settings, target, drafter, _part(settings, state))
+    proposed = loop.propose(settings, target, drafter, slots.first_rows(state, settings.rows))
     tokens = proposed.proposal.tokens
     parents = jnp.broadcast_to(jnp.asarray(proposed.proposal.parents, jnp.int32), tokens.shape)
     return (tokens, parents), PerDevice.pack(proposed)
@@ -38,7 +38,7 @@ def score(
     proposed: PerDevice,
 ) -> PerDevice:
     """Returns the target's logits of the nodes, not masked yet, and what `verify` needs besides."""
-    part = _part(settings, state)
+    part = slots.first_rows(state, settings.rows)
     return PerDevice.pack(loop.score(settings, target, drafter, part, proposed.unpack()))
 
 
@@ -55,10 +55,7 @@ def verify(
     scores: loop.Scored = scored.unpack()
     logits = masking.mask(scores.logits, allowed, target.config.vocab_size, target.split.axes)
     scores = scores.replace(logits=logits)  # type: ignore[attr-defined]
-    part = dataclasses.replace(_part(settings, state), rounds=jnp.zeros_like(state.rounds))
+    part = slots.first_rows(state, settings.rows)
+    part = dataclasses.replace(part, rounds=jnp.zeros_like(part.rounds))
     part = loop.verify_and_commit(settings, target, drafter, part, proposed.unpack(), scores)
-    return part if settings.rows is None else slots.with_first_rows(state, part)
-
-
-def _part(settings: Settings, state: DecodeState) -> DecodeState:
-    return state if settings.rows is None else slots.first_rows(state, settings.rows)
+    return slots.with_first_rows(state, part)

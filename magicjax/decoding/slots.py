@@ -67,18 +67,20 @@ def decode_until_row_ends(
     On a mesh, each group of devices stops when one of its own rows has ended. With `settings.rows`
     only the first slots are decoded, and their caches are read and written in place.
     """
-    part = state if settings.rows is None else first_rows(state, settings.rows)
+    part = first_rows(state, settings.rows)
     before = part.ended
 
     def goes_on(state):
         return (state.ended == before).all() & ~state.ended.all()
 
     part = run_while(goes_on, settings, target, drafter, part, max_rounds)
-    return part if settings.rows is None else with_first_rows(state, part)
+    return with_first_rows(state, part)
 
 
-def first_rows(state: DecodeState, rows: int) -> DecodeState:
-    """Returns the first rows of a state, with the arrays of all rows in caches."""
+def first_rows(state: DecodeState, rows: int | None) -> DecodeState:
+    """Returns the first rows of a state, with the arrays of all rows in caches; None: all rows."""
+    if rows is None:
+        return state
 
     def first(x):
         if isinstance(x, KVCache):
@@ -90,7 +92,9 @@ def first_rows(state: DecodeState, rows: int) -> DecodeState:
 
 
 def with_first_rows(state: DecodeState, part: DecodeState) -> DecodeState:
-    """Returns the state with the first rows of `first_rows` after some rounds."""
+    """Returns the state with the rows of `first_rows` after some rounds."""
+    if len(part.ended) == len(state.ended):
+        return part
 
     def put(old, new):
         if isinstance(old, KVCache):
