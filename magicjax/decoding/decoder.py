@@ -61,15 +61,15 @@ class Decoder:
       settings: the loop's settings; None: the request's.
       without_drafter: whether the loop runs without the drafter, whose state stays as it is.
       clock: adds up the seconds.
-      programs: the compiled programs of the loop, by name. To find one by the shapes of all
-        arguments takes a millisecond, so decoders of states of the same shapes may share them.
+      programs: the compiled programs of the loop, by name and settings. To find one by the shapes
+        of all arguments takes a millisecond, so decoders of states of equal shapes share them.
     """
 
     request: Request
     settings: Settings | None = None
     without_drafter: bool = False
     clock: Clock = dataclasses.field(default_factory=Clock)
-    programs: dict[str, jax.stages.Compiled] = dataclasses.field(default_factory=dict)
+    programs: dict[Any, jax.stages.Compiled] = dataclasses.field(default_factory=dict)
 
     @property
     def loop_settings(self) -> Settings:
@@ -186,7 +186,8 @@ class Decoder:
           matchers: one per row, each at the end of its text; None for rows that have ended or have
             no grammar.
         """
-        begin, target, sharding = time.perf_counter(), self.request.target, state.ended.sharding
+        begin = time.perf_counter() - program_cache.totals()[1]
+        target, sharding = self.request.target, state.ended.sharding
 
         def call(name: str, *arguments: Any) -> Any:
             return self._program(name, *arguments)(*arguments)
@@ -206,7 +207,7 @@ class Decoder:
             masks = tree_masks(rows, tokens, parents, target.config.vocab_size)
             allowed = global_arrays.put(masks, sharding)
             state = jax.block_until_ready(call("verify", *arguments, proposed, scored, allowed))
-        self.clock.newest_s = time.perf_counter() - begin
+        self.clock.newest_s = time.perf_counter() - program_cache.totals()[1] - begin
         self.clock.decode_s += self.clock.newest_s
         return state
 
@@ -220,10 +221,10 @@ class Decoder:
 
     def _program(self, name: str, *arguments: Any) -> jax.stages.Compiled:
         """Returns a compiled program of the loop."""
-        if name not in self.programs:
-            compiled = program_cache.program(name, self.loop_settings, *arguments)
-            self.programs[name] = compiled
-        return self.programs[name]
+        key = name, self.loop_settings, self.without_drafter
+        if key not in self.programs:
+            self.programs[key] = program_cache.program(name, self.loop_settings, *arguments)
+        return self.programs[key]
 
     def _run(self, name: str, settings: Any, *arguments: Any) -> Any:
         """Runs a program before or between calls of the loop."""

@@ -7,7 +7,7 @@
 import dataclasses
 import itertools
 import statistics
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,7 +49,7 @@ class Loops:
         self.grammar_sizes = tuple({self.sizes[0]: 0, self.sizes[-1]: 0})
         can_be_disabled = adaptive and drafter is not None and drafter.can_be_disabled
         self.controller = Controller.create(self.settings, slots, can_be_disabled=can_be_disabled)
-        self._programs = defaultdict[tuple[Arm, int], dict](dict)
+        self._programs: dict[Any, jax.stages.Compiled] = {}
 
     @property
     def untimed(self) -> bool:
@@ -58,8 +58,7 @@ class Loops:
 
     def decoder(self, request: Request, clock: Clock, arm: Arm, rows: int) -> Decoder:
         """Returns the decoder of an arm for the first rows, one of the sizes."""
-        programs = self._programs[arm, rows]
-        return decoder(request, self.settings[arm], rows, clock, programs)
+        return decoder(request, self.settings[arm], rows, clock, self._programs)
 
     def choose(
         self,

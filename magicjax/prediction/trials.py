@@ -153,8 +153,5 @@ def time_trees(
 
 
 def with_tree(decoder: Decoder, tree: Tree) -> Decoder:
-    """Returns a decoder with another tree, or itself."""
-    settings = decoder.loop_settings
-    if tree == settings.tree:
-        return decoder
-    return dataclasses.replace(decoder, settings=settings.with_tree(tree), programs={})
+    """Returns the decoder with another tree."""
+    return dataclasses.replace(decoder, settings=decoder.loop_settings.with_tree(tree))

@@ -66,6 +66,13 @@ def test_requests_with_and_without_grammars_get_their_texts_alone(name):
     assert {"eos", "length"} <= {*reasons}
 
 
+def test_the_times_of_a_first_round_are_without_compilation(monkeypatch):
+    monkeypatch.setattr(program_cache, "_compiled", {})
+    engine = make()
+    submit(engine, 0, PATTERN).result()
+    assert engine.stats.host_s > 0  # the time of the steps, less that of programs and compilation
+
+
 @pytest.mark.slow
 def test_sampled_requests_have_the_text_of_their_seed_alone():
     engine = make(sampling=True, slots=2)
