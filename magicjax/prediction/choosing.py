@@ -46,7 +46,7 @@ from magicjax.prediction.planner.candidates import TARGET_DRAFTERS, make_candida
 from magicjax.prediction.trials import Trial, run_trial, time_trees, trial_of, with_tree
 from magicjax.sampling_params import SamplingParams
 from magicjax.trees.token_tree import ROOT_ONLY, TokenTree, Tree, TreeShape, chain, expansion
-from sharding import STAGE, factored, global_arrays
+from sharding import STAGE, AnyMesh, factored, global_arrays
 
 logger = logging.getLogger("magicjax")
 
@@ -126,16 +126,26 @@ class Choice:
         """The drafter as commands write it, or "off"."""
         return "off" if self.drafter is None else text_of(self.drafter)
 
+    def adapts(self, sampled: bool, mesh: AnyMesh | None) -> bool:
+        """Returns whether the depth changes during a run: of a greedy one, in one process.
+
+        Sampled text would depend on times, and the times of several processes differ.
+        """
+        several = isinstance(mesh, Mesh) and mesh.is_multi_process
+        return bool(self.times) and not sampled and not several
+
     def run(
         self, decoder: Decoder, state: DecodeState, texts: Sequence[Text]
     ) -> tuple[DecodeState, list[Call]]:
         """Returns (the state when all texts have ended, calls) of a run that starts after prefill.
 
-        In greedy decoding, the depth of a chain adapts.
+        The depth of a chain changes if it `adapts`.
         """
-        if decoder.request.rows.sampling is not None or not self.times:
+        request = decoder.request
+        if not self.adapts(request.rows.sampling is not None, request.settings.mesh):
             state = run_to_end(decoder, state, texts)
-            return state, [(decoder.loop_settings.shape.depth, np.asarray(state.histogram))]
+            histogram = global_arrays.fetch(state.histogram)
+            return state, [(decoder.loop_settings.shape.depth, histogram)]
         assert self.tree is not None
         trial = next(trial for trial in self.trials if trial.name == self.name)
         arms = {depth: Arm(self.name, depth) if depth else PLAIN for depth in self.times}
@@ -298,10 +308,12 @@ def upper_bounds(
 ) -> Callable[[Request, int], float | None]:
     """Returns the function from (a request, the deepest tree) to its highest possible speedup.
 
-    It is None where the cost model does not know: without a profile, and for some drafters.
+    It is None where the cost model does not know: without a profile, for models in another dtype
+    than that of the default profile, and for some drafters.
 
     Raises:
-      ValueError, FileNotFoundError: a profile that is named and cannot be read.
+      ValueError, FileNotFoundError: a profile that is named and cannot be read. The function raises
+        ValueError if it is of another dtype than the models.
     """
     if profile is None and not os.path.exists(cost_model.default_profile()):
         return lambda request, depth: None
@@ -315,6 +327,8 @@ def upper_bounds(
         limits = global_arrays.fetch(request.rows.limits)
         context = int(np.mean([len(prompt) for prompt in request.prompts]) + limits.mean() / 2)
         sizes = model_sizes(target, device.dtype)
+        if profile is not None:
+            cost_model.check_dtype(device, str(target.dtype), profile)
         try:
             cost_model.check_dtype(device, str(target.dtype), source)
             candidate = make_candidate(request.drafter, sizes, device.dtype, ((1.0,),))
@@ -398,7 +412,7 @@ def _for_run(decoder: Decoder, choice: Choice) -> Decoder:
     settings, request = decoder.loop_settings, decoder.request
     if choice.tree is None or (choice.tree == settings.tree and not choice.times):
         return Decoder(dataclasses.replace(request, settings=settings))
-    adapts = choice.times and request.rows.sampling is None
+    adapts = choice.adapts(request.rows.sampling is not None, settings.mesh)
     deepest = chain(max(choice.times)) if adapts else choice.tree
     request = dataclasses.replace(request, settings=settings.with_tree(deepest))
     return Decoder(request, settings.with_tree(choice.tree))
@@ -443,11 +457,7 @@ def start(
     if isinstance(options.tree, str) and options.tree == "auto":
         options = _with_one_drafter(target, options)
     if isinstance(options.drafter, Choice):
-        choice, decoder = options.drafter, Decoder(_reused(target, prompts, params, options))
-        if choice.times:  # the state is as deep as the deepest chain
-            assert choice.tree is not None
-            decoder = with_tree(decoder, choice.tree)
-        return Started(decoder, choice=choice)
+        return Started(_reused(target, prompts, params, options), choice=options.drafter)
     candidates = validated_candidates(target, prompts, params, options)
     choice, decoder, prefilled, search_s = choose(candidates)
     decoder = dataclasses.replace(decoder, clock=Clock(prefill_s=prefilled.seconds))
@@ -474,14 +484,20 @@ def _reused(
     prompts: Any,
     params: SamplingParams | Sequence[SamplingParams],
     options: RequestOptions,
-) -> Request:
+) -> Decoder:
+    """Returns the decoder of a choice that is reused."""
     choice: Choice = options.drafter
     if options.tree is not None:
         raise ValueError("a Choice has its own tree: omit tree")
-    if choice.drafter is None:  # a verifier is for drafters
+    all_params = [params] if isinstance(params, SamplingParams) else params
+    adapts = choice.adapts(not all(each.greedy for each in all_params), options.mesh)
+    waits = choice.tree == ROOT_ONLY and bool(choice.times)  # for a lookup to gain
+    if choice.drafter is None or (waits and not adapts):  # a verifier is for drafters
         options = dataclasses.replace(options, drafter=None, verifier=None)
-        return prepare(target, prompts, params, options)
-    tree = chain(max(choice.times)) if choice.times else choice.tree
+        return Decoder(prepare(target, prompts, params, options))
+    tree = chain(max(choice.times)) if adapts else choice.tree
     tree = None if tree == ROOT_ONLY else tree  # an ensemble has its own
     options = dataclasses.replace(options, drafter=choice.drafter, tree=tree)
-    return prepare(target, prompts, params, options)
+    decoder = Decoder(prepare(target, prompts, params, options))
+    # The state is as deep as the deepest chain.
+    return with_tree(decoder, choice.tree) if adapts and choice.tree is not None else decoder
