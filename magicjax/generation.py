@@ -66,8 +66,8 @@ def generate(
         (see `magicjax.Auto`); the output's `choice` can be passed as a drafter later.
       tree: shape of the proposal in each round, or its text, such as "chain:4" or
         "expansion:2,2,1"; None for chain(4). "auto" chooses the tree for the drafter as
-        drafter="auto" does: chains of at most 8 tokens, and for drafters with branches optimal
-        trees of at most 6 levels, are timed on these prompts.
+        drafter="auto" does: on these prompts it times chains of at most 8 tokens, or for drafters
+        with branches chains and optimal trees of at most 6 levels.
       verifier: the rule that accepts drafted tokens. None for greedy, or above a temperature of 0
         for the rule that is exact for the drafter's draws (mss). naive, the baseline of SpecInfer,
         samples from the target and accepts drafted tokens that agree: its tokens are those of plain
