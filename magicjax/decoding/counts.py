@@ -114,6 +114,7 @@ def by_row(
     ranks: Int[np.ndarray, "B A W"],
     nodes: Int[np.ndarray, "B"],
     calls: Sequence[tuple[int, Int[np.ndarray, "B A"]]] = (),
+    speculative: Sequence[bool] | None = None,
 ) -> tuple[Counts, ...]:
     """Returns the counts of each row.
 
@@ -123,12 +124,15 @@ def by_row(
       ranks: number of rounds of each row that continued, at each depth, with the 1st, 2nd, … try.
       nodes: nodes proposed in each row, roots excluded.
       calls: depth of the tree and histogram of each call of the loop, if trees differed.
+      speculative: whether each row accepts drafted tokens; None: all do.
     """
     histogram = np.asarray(histogram)
     tried, perfect = np.zeros_like(histogram[:, 1:]), np.zeros(len(histogram), int)
+    drafts = np.ones(len(histogram), bool) if speculative is None else np.array(speculative)
     for depth, of_call in calls or [(tried.shape[1], histogram)]:
-        tried += tried_and_accepted(of_call, depth, tried.shape[1])[0]
-        perfect += depth * np.asarray(of_call).sum(1)
+        of_drafts = np.where(drafts[:, None], of_call, 0)
+        tried += tried_and_accepted(of_drafts, depth, tried.shape[1])[0]
+        perfect += depth * of_drafts.sum(1)
     arrays = histogram, np.asarray(emitted) - 1, nodes, tried, perfect, np.asarray(ranks)[:, :-1]
     rows = zip(*(np.asarray(x).tolist() for x in arrays), strict=True)
     return tuple(

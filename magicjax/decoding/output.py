@@ -117,7 +117,8 @@ def output_of(
     counters = state.emitted, state.histogram, state.ranks, state.nodes
     emitted, histogram, ranks, nodes = global_arrays.fetch(counters)
     calls = calls or [(decoder.loop_settings.shape.depth, histogram)]
-    by_request = by_row(emitted, histogram, ranks, nodes, calls)
+    speculative = [params.speculative for params in request.params]
+    by_request = by_row(emitted, histogram, ranks, nodes, calls, speculative)
     ended = zip(texts, of_prompts, by_request, strict=True)
     results = [text.result(logprobs, counts) for text, logprobs, counts in ended]
     target_bytes, draft_bytes = request.kv_bytes

@@ -331,7 +331,9 @@ class Engine:
         self._loops.controller = controller.counted(histogram, rounds, seconds, simulated)
         self._ended = ended.copy()
         for slot, handle in list(running.items()):
-            handle.count(controller.arm.depth, histogram[slot], int(nodes[slot]))
+            drafts = handle.text.params.speculative and slot not in controller.disabled
+            depth = controller.arm.depth if drafts else 0
+            handle.count(depth, histogram[slot], int(nodes[slot]))
             tokens = output[slot, : emitted[slot]]
             self._deliver(handle, tokens, logprobs and logprobs[slot], ended[slot])
 

@@ -45,6 +45,15 @@ def test_adding_nothing_changes_nothing():
     assert row + Counts() == Counts() + row == row
 
 
+def test_rows_that_do_not_speculate_lower_no_acceptance():
+    histogram = np.array([[1, 0, 2], [4, 0, 0]])
+    arguments = np.array([8, 5]), histogram, RANKS[..., :0], np.array([12, 0])
+    drafts, plain = by_row(*arguments, speculative=[True, False])
+    assert plain.tried == (0, 0) and plain.perfect == 0 and plain.tau == 1
+    assert (drafts + plain).acceptance_rate == drafts.acceptance_rate == 4 / 6
+    assert (drafts + plain).acceptance_if_reached == drafts.acceptance_if_reached
+
+
 def test_nothing_has_no_rounds_and_rates_of_0():
     none = Counts()
     assert (none.target_passes, none.accepted, none.tau, none.acceptance_rate) == (0, 0, 0.0, 0.0)
