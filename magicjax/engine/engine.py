@@ -366,11 +366,9 @@ class Engine:
             row, common = self._prefixes.copy_longest(prompt)
             if row is None:
                 row = self._spare_rows.pop() if self._spare_rows else empty_row(self._setup)
-            # The last token's hidden state gives the first new token.
-            handle.reused_tokens = min(common, len(prompt) - 1)
-            inputs = empty_layer_inputs(self._setup)
-            self._rows[handle] = PrefillRow(decoder, *row, handle.reused_tokens, inputs)
-            self._scheduler.start(handle, handle.reused_tokens)
+            handle.reused_tokens, inputs = common, empty_layer_inputs(self._setup)
+            self._rows[handle] = PrefillRow(decoder, *row, common, inputs)
+            self._scheduler.start(handle, common)
 
     def _insert(self, handle: Handle, prefilled: Prefilled) -> None:
         """Copies a prefilled row into a free slot, and hands out its first token."""

@@ -24,7 +24,7 @@ class RequestStats(Counts):
       finish_reason: one of `FINISH_REASONS`.
       prompt_tokens: tokens of the prompt.
       new_tokens: tokens of the result.
-      reused_tokens: prompt tokens whose keys and values were stored by another request.
+      reused_tokens: prompt tokens whose keys and values were stored, as in `EngineStats`.
       prefilled_tokens: prompt tokens that ran, repeated ones included, without padding.
       queue_s: from `submit` to the start of prefill.
       ttft_s: time to first token, from `submit`; None if there was none.

@@ -81,7 +81,7 @@ class PrefixStore:
         on from the last `RING_SPARE` tokens of a text that is longer than its rings.
       lookups, hits: prompts that were looked up, and those that shared enough tokens.
       host_hits: the hits of prefixes that were in host memory.
-      reused_tokens: tokens reused by all hits.
+      reused_tokens: prompt tokens of all hits whose keys and values were stored.
     """
 
     def __init__(
@@ -127,7 +127,8 @@ class PrefixStore:
     def copy_longest(self, tokens: Int[np.ndarray, "T"]) -> tuple[tuple[KVCache, Any] | None, int]:
         """Returns a copy of the arrays that share the most first tokens, and their number.
 
-        (None, 0) if none shares enough.
+        It is below that of a prompt, because the hidden state of the last token gives the first
+        new one. (None, 0) if none shares enough.
         """
         if not self.max_entries:
             return None, 0
@@ -135,6 +136,7 @@ class PrefixStore:
         best, common = self._longest(tokens)
         if best is None:
             return None, 0
+        common = min(common, len(tokens) - 1)
         self.hits += 1
         self.host_hits += best.on_host
         self.reused_tokens += common

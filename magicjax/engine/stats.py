@@ -41,7 +41,8 @@ class EngineStats:
       prefix_lookups, prefix_hits: prompts looked up in the prefix store, and those that reused
         tokens.
       prefix_host_hits: the hits of prefixes that were in host memory.
-      reused_tokens: prompt tokens that were not prefilled.
+      reused_tokens: prompt tokens whose keys and values were stored; the last of them are
+        computed again where a drafter reads their attention.
       prefix_bytes, prefix_host_bytes: bytes of the prefixes on the device and in host memory.
       kv_bytes: bytes of the keys and values of all slots, target and drafter.
       rounds_by_arm: rounds of the loop by what drafted, and the depth of its tree.

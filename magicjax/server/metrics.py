@@ -106,7 +106,7 @@ def _measured(worker: Worker) -> Iterator[tuple]:
         "prefix_lookups": ("Prompts looked up in the prefix store", stats.prefix_lookups),
         "prefix_hits": ("Prompts that reused tokens", stats.prefix_hits),
         "prefix_host_hits": ("Hits of prefixes in host memory", stats.prefix_host_hits),
-        "reused_tokens": ("Prompt tokens that were not prefilled", stats.reused_tokens),
+        "reused_tokens": ("Prompt tokens whose keys and values were stored", stats.reused_tokens),
         "loop_seconds": ("Seconds of the compiled loop", stats.loop_s),
         "prefill_seconds": ("Seconds of prefill", stats.prefill_s),
         "probe_rounds": ("Rounds of the batch that probed a drafter", stats.probe_rounds),
