@@ -32,7 +32,7 @@ SERVED = "prompt-lookup:4"  # the default drafter of an engine
 DRAFT_VOCAB, DRAFT_TREE = 32_000, "dynamic:5,4,1"
 
 
-def trees(text: str) -> str | Trees:
+def _trees_of(text: str) -> str | Trees:
     """Returns the trees of a --tree option, or "auto", for `argparse`."""
     return text if text == arg_utils.AUTO else arg_utils.parsed(parse_trees, text)
 
@@ -79,7 +79,7 @@ def add_speculation(
     group.add_argument(
         "--tree",
         action="append",
-        type=trees,
+        type=_trees_of,
         default=[],
         help="chain:4 (default), expansion:2,2,1, parents:-1,0,0,1, dynamic:16,6,4 (nodes, depth, "
         "width) or dynamic:6,5,2,0.6 (and min_prob); one for all drafters, or one per drafter; "
