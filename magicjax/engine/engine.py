@@ -24,9 +24,10 @@ from magicjax.decoding.loop import Prefilled
 from magicjax.decoding.rounds import decode_texts
 from magicjax.decoding.validation import check_params
 from magicjax.drafters import Drafter
-from magicjax.engine import speculation, submission
+from magicjax.engine import submission
 from magicjax.engine.config import EngineConfig
 from magicjax.engine.handle import Handle
+from magicjax.engine.loops import Loops, simulated_rounds, time_rounds
 from magicjax.engine.prefill import PrefillRow
 from magicjax.engine.prefix_store import Prefix, make_store
 from magicjax.engine.scheduler import Scheduler
@@ -120,7 +121,7 @@ class Engine:
             min_shared=self._prefixes.min_shared if self._prefixes.max_entries else None,
         )
         self._clock = Clock()
-        self._loops = speculation.Loops(slots, config.adaptive)
+        self._loops = Loops(slots, config.adaptive)
         self._counters = Counters(self._loops.settings)
         self._state = empty_state(self._setup)
         stall_ms = config.max_stall_ms
@@ -295,7 +296,7 @@ class Engine:
     def _time_rounds(self) -> None:
         """Times the loop of each arm, before the first request."""
         loops = self._loops
-        times, self._state = speculation.time_rounds(self._setup, loops.settings, self._state)
+        times, self._state = time_rounds(self._setup, loops.settings, self._state)
         loops.controller = dataclasses.replace(loops.controller, times=times)
 
     def _decode(self) -> None:
@@ -317,7 +318,7 @@ class Engine:
         seconds = self._clock.newest_s
         simulated = {}
         if len(self._loops.settings) > 1 and slots.drafter is not None:
-            simulated = speculation.simulated(slots.drafter, s.drafter)
+            simulated = simulated_rounds(slots.drafter, s.drafter)
         counted = s.rounds, s.emitted, s.output, s.ended, s.histogram, s.nodes, simulated
         ran, emitted, output, ended, histogram, nodes, simulated = global_arrays.fetch(counted)
         rounds = int(ran)

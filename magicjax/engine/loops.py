@@ -157,7 +157,7 @@ def _with_tree(request: Request, tree: Tree) -> Settings:
     return dataclasses.replace(request.settings.with_tree(tree), shape=shape)
 
 
-def simulated(drafter: Drafter, state: Any) -> dict[str, jax.Array]:
+def simulated_rounds(drafter: Drafter, state: Any) -> dict[str, jax.Array]:
     """Returns the histograms of the simulated rounds, by the names of the drafters that have any.
 
     Args:

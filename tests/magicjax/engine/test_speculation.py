@@ -9,7 +9,7 @@ import magicjax
 from magicjax.decoding import program_cache
 from magicjax.decoding.controller import PLAIN, Controller, RoundTimes
 from magicjax.drafters.text_lookup import TextLookup
-from magicjax.engine import speculation
+from magicjax.engine import loops
 from tests.magicjax import keywords, tiny
 from tests.magicjax.engine import engines, test_sampled, test_schedules
 from tests.quick import quick
@@ -54,7 +54,7 @@ def test_greedy_texts_and_caches_do_not_depend_on_the_arms(name, tally):
     whole_only = isinstance(tree, magicjax.DynamicTree) or isinstance(drafter, magicjax.Cascade)
     depths = {arm.depth for arm in rounds}
     assert depths == ({0, deepest} if whole_only else {0, 1, 2, deepest})
-    members = len(speculation.names_of(drafter))
+    members = len(loops.names_of(drafter))
     assert len(rounds) == 1 + (len(depths) - 1) * members + (members > 1)
     assert all(rounds.values())
     assert 0 < engine.stats.probe_rounds < sum(rounds.values()) - rounds[PLAIN]
@@ -191,7 +191,7 @@ def test_the_depths_of_a_cascade_are_those_of_its_chains():
     drafter = magicjax.Cascade(magicjax.PromptLookup(), tiny.drafter("self"))
     options = dict(drafter=drafter, tree=tiny.TREES["chain4"], max_tokens=tiny.NEW)
     request = keywords.prepare(tiny.model(), tiny.prompts(1), **options)
-    found = speculation.arms_of(request, adaptive=True)
+    found = loops.arms_of(request, adaptive=True)
     depths = [arm.depth for arm in found]
     assert depths == [each.shape.depth for each in found.values()] == [0, 2, 3, 5]
     assert [each.tree.depth for each in found.values()] == [0, 1, 2, 4]
