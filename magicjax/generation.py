@@ -112,12 +112,12 @@ def run(
 ) -> Output:
     """Returns the output of `generate`; the options are its keyword arguments."""
     compiled = program_cache.totals()
-    begun = _start(target, prompts, params, options)
-    decoder, state, choice, search_s = begun
+    started = _start(target, prompts, params, options)
+    decoder, state, choice, search_s = started
     log_request(decoder.request)
     texts, calls = texts_of(decoder.request), ()
     state = decoder.start() if state is None else state
-    del begun  # the loop donates the state
+    del started  # the loop donates the state
     if choice is None:
         state = run_to_end(decoder, state, texts)
     else:
@@ -199,23 +199,23 @@ def run_stream(
 ) -> Rounds:
     """Returns the rounds of `stream`; the options are its keyword arguments."""
     before = program_cache.totals()
-    begun = _start(target, prompts, params, options)
-    if begun.state is None:
-        memory.check(begun.decoder.request)
+    started = _start(target, prompts, params, options)
+    if started.state is None:
+        memory.check(started.decoder.request)
     after = program_cache.totals()
-    return _rounds(begun, (after[0] - before[0], after[1] - before[1]))
+    return _rounds(started, (after[0] - before[0], after[1] - before[1]))
 
 
-def _rounds(begun: Started, compiled: tuple[int, float]) -> Rounds:
+def _rounds(started: Started, compiled: tuple[int, float]) -> Rounds:
     """Yields each round's tokens; returns the output.
 
     Args:
-      begun: the decoder, perhaps after a search.
+      started: the decoder, perhaps after a search.
       compiled: the number of programs that were compiled so far, and the seconds.
     """
     count, seconds = program_cache.totals()
-    decoder, state, choice, search_s = begun
-    del begun  # the first round donates the state
+    decoder, state, choice, search_s = started
+    del started  # the first round donates the state
     log_request(decoder.request)
     texts = texts_of(decoder.request)
     state = decoder.start() if state is None else state

@@ -58,7 +58,8 @@ class Decoder:
 
     Attributes:
       request: the models, the settings and the rows.
-      settings: the loop's settings; None: the request's.
+      settings: the loop's settings; None: the request's. The shapes of states follow from the
+        request's settings, so these may have another tree that is not deeper.
       without_drafter: whether the loop runs without the drafter, whose state stays as it is.
       clock: adds up the seconds.
       programs: the compiled programs of the loop, by name and settings. To find one by the shapes

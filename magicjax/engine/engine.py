@@ -359,7 +359,7 @@ class Engine:
     def _start_requests(self) -> None:
         """Starts the prefill of the requests that may start now."""
         while (handle := self._scheduler.next_to_start(self._prefixes.match)) is not None:
-            handle.started_s = time.monotonic()
+            handle.started_at = time.monotonic()
             decoder = Decoder(row_request(self._setup, handle.text), clock=self._clock)
             prompt = handle.prompt
             if self._spare_rows and self._prefixes.match(prompt):

@@ -66,26 +66,26 @@ class Handle:
     Attributes:
       text: prompt, parameters, and the new tokens and their text so far.
       priority: requests of larger priority start first.
-      submitted_s: when it was submitted, on the engine's clock.
-      deadline_s: when it ends at the latest, on the same clock; None for no deadline.
+      submitted_at: when it was submitted, on the engine's clock.
+      deadline_at: when it ends at the latest, on the same clock; None for no deadline.
     """
 
     def __init__(self, engine: _Engine, text: Text, priority: float, deadline_s: float | None):
         """Only `Engine.submit` makes handles; the text is empty, `deadline_s` are from now."""
-        self.text, self.priority, self.submitted_s = text, priority, time.monotonic()
-        self.deadline_s = None if deadline_s is None else self.submitted_s + deadline_s
+        self.text, self.priority, self.submitted_at = text, priority, time.monotonic()
+        self.deadline_at = None if deadline_s is None else self.submitted_at + deadline_s
         self._engine = engine
         self._waiting: collections.deque[NewTokens] = collections.deque()
         self._result: Result | None = None
         # Counters that the engine updates.
-        self.started_s: float | None = None
-        self.first_s: float | None = None
+        self.started_at: float | None = None
+        self.first_at: float | None = None
         self.first_tokens = self.reused_tokens = self.prefilled_tokens = 0
         self.prompt_logprobs: LogProbs | None = None
         self._drafted = 0
         self._histogram = np.zeros(1, int)  # rounds that accepted 0, 1, ... drafted tokens
         self._by_depth: dict[int, np.ndarray] = {}  # the same by the depth of the tree
-        self._newest_s = 0.0
+        self._newest_at = 0.0
         self._itl_s: list[float] = []
 
     @property
@@ -141,11 +141,11 @@ class Handle:
         """Adds new tokens, as `Text.push`. For the engine."""
         piece = self.text.push(tokens, logprobs, ended)
         if len(piece.tokens):
-            if self.first_s is None:
-                self.first_s, self.first_tokens = now, len(piece.tokens)
+            if self.first_at is None:
+                self.first_at, self.first_tokens = now, len(piece.tokens)
             else:
-                self._itl_s.append(now - self._newest_s)
-            self._newest_s = now
+                self._itl_s.append(now - self._newest_at)
+            self._newest_at = now
         self._add(piece)
 
     def count(self, depth: int, histogram: Int[np.ndarray, "A"], drafted: int) -> None:
@@ -181,10 +181,10 @@ class Handle:
             calls = [(depth, of_calls[None]) for depth, of_calls in self._by_depth.items()]
             (counts,) = by_row(emitted, histogram, ranks, drafted, calls)
         ttft_s = tpot_s = None
-        if self.first_s is not None:
-            ttft_s = self.first_s - self.submitted_s
+        if self.first_at is not None:
+            ttft_s = self.first_at - self.submitted_at
             if new > self.first_tokens:
-                tpot_s = (now - self.first_s) / (new - self.first_tokens)
+                tpot_s = (now - self.first_at) / (new - self.first_tokens)
         return RequestStats(
             finish_reason=self.text.finish_reason,
             prompt_tokens=len(self.prompt),
@@ -192,9 +192,9 @@ class Handle:
             reused_tokens=self.reused_tokens,
             prefilled_tokens=self.prefilled_tokens,
             **vars(counts),
-            queue_s=(now if self.started_s is None else self.started_s) - self.submitted_s,
+            queue_s=(now if self.started_at is None else self.started_at) - self.submitted_at,
             ttft_s=ttft_s,
             tpot_s=tpot_s,
             itl_s=tuple(self._itl_s),
-            total_s=now - self.submitted_s,
+            total_s=now - self.submitted_at,
         )

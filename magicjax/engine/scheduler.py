@@ -30,9 +30,9 @@ class QueuedRequest(Protocol):
     @property
     def priority(self) -> float: ...
     @property
-    def submitted_s(self) -> float: ...
+    def submitted_at(self) -> float: ...
     @property
-    def deadline_s(self) -> float | None: ...
+    def deadline_at(self) -> float | None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Scheduler[Handle: QueuedRequest]:
 
     def expired(self, now: float) -> list[Handle]:
         """Returns the requests whose deadlines have passed."""
-        return [one for one in self.unfinished if _deadline_s(one) <= now]
+        return [one for one in self.unfinished if _deadline_at(one) <= now]
 
     def begin_step(self) -> bool:
         """Begins a step; returns whether the loop runs before prefill.
@@ -253,13 +253,13 @@ class Scheduler[Handle: QueuedRequest]:
         return removed
 
 
-def _deadline_s(request: QueuedRequest) -> float:
-    return math.inf if request.deadline_s is None else request.deadline_s
+def _deadline_at(request: QueuedRequest) -> float:
+    return math.inf if request.deadline_at is None else request.deadline_at
 
 
 def due_s(request: QueuedRequest) -> float:
     """Returns when a request is due, on the engine's clock: the earliest one starts first."""
-    return request.submitted_s - AGING_S * request.priority
+    return request.submitted_at - AGING_S * request.priority
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:

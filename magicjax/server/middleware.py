@@ -117,8 +117,8 @@ def _line(scope: Scope, status: int, begun: float) -> str:
     client, job = scope["client"], scope.get("state", {}).get("job")
     path = urllib.parse.quote(scope["path"])[:SHOWN]
     parts = [client[0] if client else "-", scope["method"], path, str(status)]
-    if job is not None and job.first_s is not None:
-        parts.append(f"ttft_s={job.first_s - begun:.3f}")
+    if job is not None and job.first_at is not None:
+        parts.append(f"ttft_s={job.first_at - begun:.3f}")
     parts.append(f"total_s={time.monotonic() - begun:.3f}")
     if job is not None:
         prompt_tokens = sum(map(len, job.generation.prompts))

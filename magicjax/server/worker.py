@@ -60,7 +60,7 @@ class Job:
       arrived: what `events` yields, or an error.
       num_choices: prompts times samples.
       missing: choices without a result; the event loop's.
-      first_s: when the first token arrived, on `time.monotonic`; None before. The event loop's.
+      first_at: when the first token arrived, on `time.monotonic`; None before. The event loop's.
       new_tokens: that have arrived; the event loop's.
       handles: handles by index of the choice, the samples of the first prompt first; only the
         engine's thread uses them.
@@ -72,7 +72,7 @@ class Job:
         self.accepted: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.arrived: asyncio.Queue[Arrived | ApiError] = asyncio.Queue()
         self.num_choices = self.missing = len(generation.prompts) * generation.n
-        self.first_s: float | None = None
+        self.first_at: float | None = None
         self.new_tokens = 0
         self.handles: list[Handle] = []
         self.unfinished: dict[int, Handle] = {}
@@ -299,8 +299,8 @@ class Worker:
                     self._jobs.discard(job)
                 continue
             job.new_tokens += len(event.value.tokens)
-            if job.first_s is None and job.new_tokens:
-                job.first_s = time.monotonic()
+            if job.first_at is None and job.new_tokens:
+                job.first_at = time.monotonic()
 
     def _fail(self) -> None:
         """Answers all jobs with 500."""

@@ -116,7 +116,7 @@ def serve(engine: magicjax.Engine, workload: Workload) -> ServingRun:
         unfinished = {i: handle for i, handle in unfinished.items() if not handle.finished}
     results = [handle.result() for handle in handles]
     late = [  # from the arrival, which can be during a step, to `submit`
-        handle.submitted_s - start - arrival
+        handle.submitted_at - start - arrival
         for handle, arrival in zip(handles, workload.arrivals, strict=True)
     ]
     return ServingRun(

@@ -17,8 +17,8 @@ class Asked:
 
     prompt: np.ndarray
     priority: float = 0.0
-    submitted_s: float = 0.0
-    deadline_s: float | None = None
+    submitted_at: float = 0.0
+    deadline_at: float | None = None
 
     @property
     def request(self) -> "Asked":
@@ -73,7 +73,7 @@ def order(scheduler: Scheduler[Asked]) -> list[Asked]:
 def test_requests_start_by_priority_and_waiting_raises_it():
     assert AGING_S == 10.0
     arrivals = ((0.0, 0), (1.0, 0), (2.0, 5), (3.0, 1), (4.0, 0), (30.0, 2))
-    asked = [ask(submitted_s=s, priority=priority) for s, priority in arrivals]
+    asked = [ask(submitted_at=s, priority=priority) for s, priority in arrivals]
     # Each level is worth 10 s: those of priority 0 from the first seconds, then the late one of 2.
     assert order(make(1, asked)) == [asked[n] for n in (2, 3, 0, 1, 4, 5)]
 
@@ -84,7 +84,7 @@ def test_requests_of_equal_priority_start_in_their_order():
 
 
 def test_deadlines_expire_wherever_a_request_is():
-    asked = [ask(deadline_s=s) for s in (5.0, 4.0, None, 6.0)]
+    asked = [ask(deadline_at=s) for s in (5.0, 4.0, None, 6.0)]
     scheduler = make(1, asked)
     step(scheduler)
     assert scheduler.running == {0: asked[0]} and scheduler.expired(3.9) == []

@@ -107,7 +107,7 @@ def test_long_prompts_are_prefilled_in_pieces_between_calls_of_the_loop(name, ta
     engine.step()
     handle = engine.submit(Long.prompt(Long.LENGTH), SamplingParams(max_tokens=Long.NEW))
     arrived_before = [len(short.arrived())]
-    while handle.started_s is None or engine._scheduler.prefilling:
+    while handle.started_at is None or engine._scheduler.prefilling:
         engine.step()
         arrived_before.append(sum(len(new.tokens) for new in short.arrived()))
     in_pieces = len(arrived_before) - 1
