@@ -26,7 +26,7 @@ from magicjax.files import locked
 from sharding import parse_mesh
 
 PROG = "python -m experiments.launch"
-INTERRUPTED = multihost.INTERRUPTED
+INTERRUPTED = launchers.INTERRUPTED
 
 
 class Grid:
@@ -259,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         multihost.join(experiment)
         if jax.process_index() > 0:
             return multihost.follow()
-        launcher = multihost.InProcess()
+        launcher = multihost.Leader()
         return multihost.lead(launcher, lambda: _launch(experiment, console, launcher))
     except ConfigError as error:
         print(error, file=sys.stderr)
@@ -272,12 +272,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _launch(
     experiment: config.Experiment,
     console: Console,
-    in_process: launchers.Launcher | None = None,
+    leader: launchers.Launcher | None = None,
 ) -> int:
-    """Returns the exit status of an experiment; `in_process` runs cells in a multi-process run."""
+    """Returns the exit status of an experiment; `leader` runs cells in a multi-process run."""
     whole = Grid(experiment)
     store.check_folder(whole.directory, {folder.name for folder in whole.folders.values()})
     on_gpu = bool(launchers.gpus())
+    in_process = leader is not None or experiment.launcher == "in_process"
     devices = 0 if in_process else _use_only_cpu(whole.cells)
     record = experiment.impossible == "record"
     whole.invalid = preflight.model_problems(whole.groups, record)
@@ -302,7 +303,7 @@ def _launch(
                 f"{whole.directory} is in use by another launcher: wait for it, or give another "
                 "--name"
             )
-        launcher = in_process or launchers.make(experiment, devices)
+        launcher = leader or launchers.make(experiment, devices)
         return _measure(whole, console, launcher, known)
 
 

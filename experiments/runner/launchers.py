@@ -1,4 +1,4 @@
-"""Launchers run cells on this machine or on a Ray cluster.
+"""Launchers run cells in processes of this machine, in this process, or on a Ray cluster.
 
 Each launcher takes the folders of cells and yields them as the cells end. A folder then holds a
 result or a failure, or neither if the user stopped the run before or during this cell.
@@ -13,16 +13,20 @@ import pathlib
 import shutil
 import signal
 import subprocess
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-from experiments.runner import cell_process
+from experiments.runner import cell_process, worker
 from experiments.runner.cell_process import Limits
+from experiments.runner.workload import Bench
 from experiments.schema import store
 from experiments.schema.config import Experiment
 from experiments.schema.fields import ConfigError
 
 POLL_S = 1.0
+INTERRUPTED = 130  # exit status
 
 
 class Stop:
@@ -81,6 +85,8 @@ def make(experiment: Experiment, devices: int) -> Launcher:
     """
     if experiment.launcher == "ray":
         return Ray(devices)
+    if experiment.launcher == "in_process":
+        return InProcess()
     return Local(gpus(), devices, experiment.jobs)
 
 
@@ -161,6 +167,37 @@ class Local:
             finally:
                 if running:  # the caller has left the loop
                     stop.request(2)
+
+
+class InProcess:
+    """The launcher's process: cells share models, prompts and programs, and have no limits."""
+
+    ends_at_failure = False  # whether no cell runs after one that failed
+
+    def run(
+        self, folders: Sequence[pathlib.Path], limits: Limits, stop: Stop
+    ) -> Iterator[pathlib.Path]:
+        """Yields the folders as their cells end."""
+        bench = Bench(folders[0].parent.parent / "prompts") if folders else None
+        threading.Thread(target=_exit_on_request, args=(stop,), daemon=True).start()
+        for folder in folders:
+            if stop.no_more:
+                return
+            succeeded = self.measure(folder, bench, limits)
+            yield folder
+            if self.ends_at_failure and not succeeded:
+                return
+
+    def measure(self, folder: pathlib.Path, bench: Bench | None, limits: Limits) -> bool:
+        """Measures a cell; returns whether it succeeded."""
+        return worker.measure_cell(folder, bench, limits.profile)
+
+
+def _exit_on_request(stop: Stop) -> None:
+    """Exits when the user stops the running cell."""
+    while not stop.now():
+        time.sleep(0.2)
+    os._exit(INTERRUPTED)
 
 
 class Ray:

@@ -10,15 +10,12 @@ import os
 import pathlib
 import signal
 import sys
-import threading
-import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import NoReturn
 
-from experiments.runner import measure, provenance, worker
+from experiments.runner import launchers, measure, provenance
 from experiments.runner.cell_process import Limits
-from experiments.runner.launchers import Stop
 from experiments.runner.workload import Bench
 from experiments.schema import axes, grid, store
 from experiments.schema.config import Experiment
@@ -30,7 +27,6 @@ SETTINGS = ("distributed", "coordinator", "processes", "rank")
 # These need a separate process per cell, or trace one process without the others.
 # With slots, arrivals would be timed by each process's own clock.
 _UNSUPPORTED = ("memory_limit_gb", "timeout_minutes", "jobs", "profile", "slots", "worker")
-INTERRUPTED = 130
 
 
 def join(experiment: Experiment) -> None:
@@ -64,35 +60,22 @@ def join(experiment: Experiment) -> None:
         raise ConfigError(str(error)) from error
 
 
-class InProcess:
-    """The launcher of rank 0: runs cells in this process, and broadcasts them to the others."""
+class Leader(launchers.InProcess):
+    """The launcher of rank 0: broadcasts each cell to the others, up to the first that fails."""
 
+    ends_at_failure = True
     failed = False  # whether a cell failed in this process
 
-    def run(
-        self, folders: Sequence[pathlib.Path], limits: Limits, stop: Stop
-    ) -> Iterator[pathlib.Path]:
-        """Yields the folders as their cells end, up to the first that fails."""
-        prompts = folders[0].parent.parent / "prompts" if folders else None
-        bench = Bench(prompts)
-        threading.Thread(target=_exit_on_request, args=(stop,), daemon=True).start()
-        for folder in folders:
-            if stop.no_more or self.failed:
-                return
-            message = {"cell": store.read_cell(folder), "prompts": str(prompts)}
-            global_arrays.broadcast_from_rank0(message)
-            self.failed = not worker.measure_cell(folder, bench, limits.profile)
-            yield folder
+    def measure(self, folder: pathlib.Path, bench: Bench | None, limits: Limits) -> bool:
+        """Measures a cell on all processes; returns whether it succeeded."""
+        prompts = folder.parent.parent / "prompts"
+        message = {"cell": store.read_cell(folder), "prompts": str(prompts)}
+        global_arrays.broadcast_from_rank0(message)
+        self.failed = not super().measure(folder, bench, limits)
+        return not self.failed
 
 
-def _exit_on_request(stop: Stop) -> None:
-    """Exits when the user stops the running cell; the other processes then end too."""
-    while not stop.now():
-        time.sleep(0.2)
-    os._exit(INTERRUPTED)
-
-
-def lead(launcher: InProcess, launch: Callable[[], int]) -> int:
+def lead(launcher: Leader, launch: Callable[[], int]) -> int:
     """Returns the exit status of rank 0's launcher, with which the other processes end too."""
     try:
         status = launch()

@@ -206,9 +206,10 @@ class Experiment(Strict):
     """With distributed, the rank of this process, from 0; rank 0 writes the results. If not set:
     JAX detects it."""
 
-    launcher: Literal["local", "ray"] = "local"
-    """Where cells run: on this machine, or on a Ray cluster: that of $RAY_ADDRESS or of this
-    machine, else one is started here."""
+    launcher: Literal["local", "in_process", "ray"] = "local"
+    """Where cells run: on this machine, each in a process of its own; in this process, where they
+    share models, prompts and programs, and a crash ends the run; or on a Ray cluster: that of
+    $RAY_ADDRESS or of this machine, else one is started here."""
     worker: Annotated[str, AfterValidator(_worker)] = ""
     """I/N: run only share I of the cells, 0 to N - 1, while other workers run the other shares,
     such as the jobs of a SLURM array. The command without it then writes the report."""
@@ -347,6 +348,12 @@ class Experiment(Strict):
         if self.launcher == "ray" and self.jobs is not None:
             raise ValueError(
                 "jobs has no effect with launcher=ray, which runs what the cluster holds: remove it"
+            )
+        limits = ("jobs", "memory_limit_gb", "timeout_minutes")
+        if self.launcher == "in_process" and (given := [x for x in limits if getattr(self, x)]):
+            raise ValueError(
+                f"{', '.join(given)}: no effect with launcher=in_process, where cells have no "
+                "process of their own: remove it, or use launcher=local"
             )
         if self.launcher == "ray" and self.worker:
             raise ValueError("worker divides the cells that Ray distributes: remove it")

@@ -5,7 +5,9 @@ import json
 
 import pytest
 
+import magicjax
 from experiments import launch
+from experiments.runner import workload
 from magicjax.prediction import cost_model
 
 
@@ -48,6 +50,35 @@ def test_a_grid_runs_from_file_to_summary_and_is_exact(zoo, here, capsys):
     assert len(prompts) == 1  # chosen once for all cells of a group
     out = " ".join(capsys.readouterr().out.split())
     assert "τ: tokens emitted per target pass and row" in out
+
+
+def test_cells_in_one_process_share_the_model_and_one_that_fails_ends_no_others(zoo, monkeypatch):
+    loaded, load = [], magicjax.load
+
+    def counted(source, **options):
+        loaded.append(source)
+        return load(source, **options)
+
+    def fails(bench, cell, *arguments):
+        if cell.batch == 2 and cell.draft != "none":
+            raise RuntimeError("this cell fails")
+        return call(bench, cell, *arguments)
+
+    call = workload.Bench.call
+    monkeypatch.setattr(magicjax, "load", counted)
+    monkeypatch.setattr(workload.Bench, "call", fails)
+    path = zoo / "one.yaml"
+    path.write_text(
+        f"target: {zoo / 'target'}\nresults: {zoo / 'results'}\nlauncher: in_process\n"
+        "new_tokens: 8\nagreement_tokens: 0\nphases: false\nrepeats: 1\ncontext: 48\n"
+        "grid:\n  batch: [2, 1]\nmethods:\n  - {drafter: prompt-lookup, tree: chain:2}\n"
+    )
+    assert launch.main([str(path)]) == 1
+    with (zoo / "results" / "one" / "summary.csv").open() as file:
+        rows = {(row["batch"], row["draft"]): row for row in csv.DictReader(file)}
+    assert rows["2", "prompt-lookup"]["status"] == "failed"
+    assert float(rows["1", "prompt-lookup"]["exact_match"]) == 1.0
+    assert len(loaded) == 1
 
 
 @pytest.mark.slow

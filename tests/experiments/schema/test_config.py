@@ -157,6 +157,7 @@ REFUSED = [
     (SERVED + "min_new_tokens: 9999", "min_new_tokens=9999 is larger than new_tokens="),
     ("rank: 1", "coordinator, processes and rank have no effect without distributed"),
     ("launcher: ray\njobs: 2", "jobs has no effect with launcher=ray"),
+    ("launcher: in_process\nmemory_limit_gb: 1", "memory_limit_gb: no effect with launcher=in_pro"),
     ("launcher: ray\nworker: 0/2", "worker divides the cells that Ray distributes"),
     ("worker: 2/2", "give I/N, with I from 0 to N - 1"),
 ]
