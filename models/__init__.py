@@ -22,6 +22,7 @@ from models.decoder import DecoderConfig, Transformer, formats_of, of_layers, ou
 from models.draft_vocab import with_draft_vocab
 from models.eagle import EagleConfig, EagleHead
 from models.families import FAMILIES, family_config
+from models.gated_delta import DeltaNetShape
 from models.hf_saving import save_checkpoint
 from models.hf_tokenizer import load_tokenizer
 from models.huggingface import (
@@ -57,6 +58,7 @@ __all__ = [
     "Attend",
     "Checkpoint",
     "DecoderConfig",
+    "DeltaNetShape",
     "EagleConfig",
     "EagleHead",
     "LayerAttend",

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from models.decoder import DecoderConfig, Transformer, formats_of, layer_module, of_layers
 from models.eagle import EagleConfig, EagleHead
+from models.gated_delta import DeltaNetInputs
 from models.layers import in_every_layer
 from models.quantized import BLOCK, MatrixFormats, WeightFormat, quantize_params
 
@@ -106,7 +107,9 @@ def init_boxed(module: nn.Module, key: jax.Array) -> dict[str, Any]:
     return module.init(key, tokens, tokens, in_every_layer(_no_attention))
 
 
-def _no_attention(q, k, v, **options):
+def _no_attention(q, *others, **options):
+    if isinstance(q, DeltaNetInputs):
+        return q.heads(q.x)[2], None
     return q, None
 
 
@@ -149,14 +152,14 @@ def abstract_params(module: nn.Module) -> dict[str, Any]:
     Every leaf is a `flax.linen.LogicallyPartitioned` with `.value` (a `jax.ShapeDtypeStruct`) and
     `.names` (one entry per axis, None for an axis that is never divided). Nothing is allocated.
     """
-    # Blocks in the same formats have equal shapes, and one is traced: 80 would take seconds.
+    # Blocks of a kind in the same formats have equal shapes: one is traced, 80 would take seconds.
     one_layer = of_layers(module, (0,))
     shapes = jax.eval_shape(lambda key: init_boxed(one_layer, key), jax.random.key(0))
     others, (first,) = split_blocks(shapes)
-    formats = formats_of(module)
-    blocks = {formats.within(f"{BLOCK}0"): first}
+    formats, linear = formats_of(module), module.config.linear
+    blocks = {(formats.within(f"{BLOCK}0"), linear[0]): first}
     for layer in range(module.config.num_layers):
-        own = formats.within(f"{BLOCK}{layer}")
+        own = formats.within(f"{BLOCK}{layer}"), linear[layer]
         if own not in blocks:
             blocks[own] = block_params(module, layer)
         others["params"][f"{BLOCK}{layer}"] = blocks[own]

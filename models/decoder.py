@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from models import experts
+from models.gated_delta import DeltaNetShape, GatedDeltaNet
 from models.layers import (
     NEVER,
     Attend,
@@ -116,6 +117,8 @@ class DecoderConfig:
       attention_softcap: scores are bounded by softcap * tanh(score / softcap) (Gemma 2); None: they
         are not.
       attention_sinks: each head has a learned logit in its softmax, without a value (gpt-oss).
+      attention_gate: the input also yields a gate for each element of the attention's output,
+        which is multiplied by its sigmoid before the output projection (Qwen3-Next).
       logits_softcap: the bound of logits, likewise.
       logits_divisor: logits are divided by it before they are bounded (Granite).
       scale_embeddings: embeddings are multiplied by sqrt(E), rounded to the dtype (Gemma).
@@ -128,6 +131,8 @@ class DecoderConfig:
       normalize_experts: the weights of a token's experts sum to 1; False: they are those of the
         softmax over all experts.
       router_bias: a bias on the logits of experts.
+      shared_expert_size: width of an expert that all tokens use besides, times the sigmoid of a
+        gate (Qwen3-Next); None: there is none.
       swiglu_limit: for a gated MLP that is (up + 1) * gate * sigmoid(1.702 * gate), the upper bound
         of the gate, and the bound of `up` on both sides (gpt-oss); None: `activation` applies.
       tie_embeddings: use the embedding as the output matrix.
@@ -140,6 +145,8 @@ class DecoderConfig:
       window_positions: the rotary settings of the windowed layers; None: those of `positions`.
       unrotated_layers: the layers without positions, in order, of a model with rotary ones
         (SmolLM3).
+      linear_layers: the layers that are gated delta nets, in order; the others are attention.
+      delta_net: the shapes of those layers; None: there are none.
       draft_vocab_size: for a draft model with output rows of its most frequent tokens only, the
         number of rows. The last stands for all other tokens, and is never predicted. The parameter
         `vocab_map`, int32 [V], has the row of each token. None: every token has its own.
@@ -174,6 +181,7 @@ class DecoderConfig:
     query_scale: float | None = None
     attention_softcap: float | None = None
     attention_sinks: bool = False
+    attention_gate: bool = False
     logits_softcap: float | None = None
     logits_divisor: float = 1.0
     scale_embeddings: bool = False
@@ -183,6 +191,7 @@ class DecoderConfig:
     experts_per_token: int = 0
     normalize_experts: bool = True
     router_bias: bool = False
+    shared_expert_size: int | None = None
     swiglu_limit: float | None = None
     tie_embeddings: bool = False
     embedding_size: int | None = None
@@ -191,6 +200,8 @@ class DecoderConfig:
     full_layers: tuple[int, ...] = ()
     window_positions: Rope | None = None
     unrotated_layers: tuple[int, ...] = ()
+    linear_layers: tuple[int, ...] = ()
+    delta_net: DeltaNetShape | None = None
     draft_vocab_size: int | None = None
     embeds_all: bool = False
 
@@ -208,6 +219,7 @@ class DecoderConfig:
             if rope is not None:
                 self._check_rotation(rope)
         self._check_windows()
+        self._check_linear_layers()
         if not 1 <= self.experts_per_token <= (self.num_experts or 0) and (
             self.num_experts is not None or self.experts_per_token
         ):
@@ -281,6 +293,28 @@ class DecoderConfig:
         if self.window_positions is not None and self.rope is None:
             raise ValueError("window_positions requires rotary positions: omit it")
         self._check_layers("full_layers")
+
+    def _check_linear_layers(self) -> None:
+        if (self.delta_net is None) != (not self.linear_layers):
+            raise ValueError(
+                f"linear_layers={self.linear_layers}, delta_net={self.delta_net}: linear layers "
+                "need their shapes, and shapes need layers; set both, or omit both"
+            )
+        self._check_layers("linear_layers")
+        if self.linear_layers and self.sliding_window is not None:
+            raise ValueError(
+                f"sliding_window={self.sliding_window} with linear_layers is not supported: omit "
+                "one of them"
+            )
+        if self.shared_expert_size is not None and self.num_experts is None:
+            raise ValueError(
+                f"shared_expert_size={self.shared_expert_size} without num_experts: omit it"
+            )
+
+    @property
+    def linear(self) -> tuple[bool, ...]:
+        """Whether each layer is a gated delta net."""
+        return tuple(layer in self.linear_layers for layer in range(self.num_layers))
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -393,6 +427,10 @@ class DecoderConfig:
 def of_layers(module: nn.Module, layers: Sequence[int]) -> nn.Module:
     """Returns the module of a model that has some layers of another, or of an own decoder."""
     changes: dict[str, Any] = {"num_layers": len(layers)}
+    if linear := getattr(module.config, "linear_layers", ()):
+        changes["linear_layers"] = tuple(i for i, layer in enumerate(layers) if layer in linear)
+        if not changes["linear_layers"]:
+            changes["delta_net"] = None
     if full := getattr(module.config, "full_layers", ()):
         changes["full_layers"] = tuple(i for i, layer in enumerate(layers) if layer in full)
     if unrotated := getattr(module.config, "unrotated_layers", ()):
@@ -428,11 +466,13 @@ class Attention(nn.Module):
             options |= dict(dtype=self.dtype, weights=form, backend=self.backend)
             return Projection(inputs, outputs, use_bias, name=name, **options)
 
-        q, k, v = project(
+        gated = [projection(embed, heads, c.qkv_bias, "gate")] * c.attention_gate
+        q, k, v, *gate = project(
             x,
             projection(embed, heads, c.qkv_bias, "q"),
             projection(embed, kv_heads, c.qkv_bias, "k"),
             projection(embed, kv_heads, c.qkv_bias, "v"),
+            *gated,
         )
         if c.joint_qk_norm:
             q = self._norm_of_all_heads("q_norm", q, HEADS, self.split.axes)
@@ -461,6 +501,8 @@ class Attention(nn.Module):
             options["sinks"] = self.param("sinks", sinks, heads[0][:1], self.dtype)
         out, aux = attend(q, k, v, **options)
         out = out[..., : c.head_dim]
+        if c.attention_gate:
+            out = out * nn.sigmoid(gate[0])
         out = projection(heads, embed, c.out_bias, "out", axis_names=self.split.axes)(out)
         return out, aux
 
@@ -524,14 +566,21 @@ class MixtureOfExperts(nn.Module):
         chosen = experts.choose(router(rows), c.experts_per_token, c.normalize_experts)
         first = collectives.axis_index(self.split.axes) * local[0] if self.split.axes else 0
         out = experts.run_experts(rows, *chosen, into, c.activate, out_of, c.num_experts, first)
-        return collectives.psum(out.astype(x.dtype), self.split.axes).reshape(x.shape)
+        out = collectives.psum(out.astype(x.dtype), self.split.axes).reshape(x.shape)
+        if c.shared_expert_size is None:
+            return out
+        own = dataclasses.replace(c, intermediate_size=c.shared_expert_size)
+        weights = self.weights.within("shared")
+        shared = FeedForward(own, self.dtype, self.split, weights, self.backend, name="shared")(x)
+        gate = Projection((embed,), ((1, None),), False, name="shared_gate", **options)(x)
+        return out + nn.sigmoid(gate) * shared
 
 
 class Block(nn.Module):
     """One layer; a separate module, so that it can be applied to any layer's weights.
 
     Its arguments are the hidden states, the positions, the attention of this layer, and the layer's
-    rotation (`DecoderConfig.rotations`).
+    rotation (`DecoderConfig.rotations`). With `linear` it is a gated delta net.
     """
 
     config: DecoderConfig
@@ -539,6 +588,7 @@ class Block(nn.Module):
     split: Split = Split()
     weights: MatrixFormats = MatrixFormats()
     backend: str | None = None
+    linear: bool = False
 
     @nn.compact
     def __call__(self, x, positions, attend: LayerAttend, rotation: Int[Array, ""] | int):
@@ -553,7 +603,14 @@ class Block(nn.Module):
             weights = self.weights.within(name)
             return kind(c, self.dtype, self.split, weights, self.backend, name=name)
 
-        attention = part(Attention, "attention")
+        def mixer() -> Callable[..., tuple[Array, Any]]:
+            if not self.linear:
+                return part(Attention, "attention")
+            weights = self.weights.within("delta_net")
+            delta_net = GatedDeltaNet(c, self.dtype, weights, self.backend, name="delta_net")
+            return lambda x, positions, attend, rotation: delta_net(x, attend)
+
+        attention = mixer()
         mlp = part(FeedForward if c.num_experts is None else MixtureOfExperts, "mlp")
 
         def weighted(out, name=""):
@@ -575,12 +632,14 @@ class Block(nn.Module):
 
 
 def layer_module(module: nn.Module, layer: int = 0) -> Block:
-    """Returns the module of a layer of a decoder; modules of layers in the same formats are equal.
+    """Returns the module of a layer; those of layers of a kind in the same formats are equal.
 
     Its parameters are `params["params"]["layers_<i>"]`.
     """
     weights = module.weights.within(f"{BLOCK}{layer}")
-    return Block(module.config, module.dtype, module.split, weights, module.backend, parent=None)
+    linear = module.config.linear[layer]
+    own = module.config, module.dtype, module.split, weights, module.backend, linear
+    return Block(*own, parent=None)
 
 
 def output_matrix(module: nn.Module, params: dict[str, Any]) -> Array | Packed:

@@ -205,8 +205,64 @@ _GPT2_DEFAULTS = {
 }
 _GPT2_SETTINGS = {**_PLAIN, **_BIASES, "positions": LearnedPositions()}
 
+_HYBRID_NAMES = {
+    **{part: name for part, name in _LLAMA_NAMES.items() if part != "vocab_map"},
+    "delta_conv": "linear_attn.conv1d",
+    "delta_log_rate": "linear_attn.A_log",
+    "delta_step_bias": "linear_attn.dt_bias",
+    "delta_norm": "linear_attn.norm",
+    "delta_out": "linear_attn.out_proj",
+}
+_SEPARATE = {f"delta_{part}": f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a")}
+_HYBRID_KEYS: dict[str, str | tuple[str, ...]] = {
+    **{key: field for key, field in _LLAMA_KEYS.items() if key != "draft_vocab_size"},
+    "attention_bias": ("qkv_bias", "out_bias"),
+}
+_HYBRID_SETTINGS = {"norm": "rms_plus_one", "qk_norm": True, "attention_gate": True}
+_HYBRID_DEFAULTS = {
+    **_LLAMA_DEFAULTS,
+    "max_position_embeddings": 32768,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "attention_bias": False,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+_HYBRID_EXPERT_NAMES = {
+    **{part: f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")},
+    "router": "mlp.gate",
+    "shared": "mlp.shared_expert.{}_proj",
+    "shared_gate": "mlp.shared_expert_gate",
+}
+_HYBRID_EXPERT_KEYS: dict[str, str | tuple[str, ...]] = {
+    **{key: field for key, field in _HYBRID_KEYS.items() if key != "intermediate_size"},
+    "moe_intermediate_size": "intermediate_size",
+    "shared_expert_intermediate_size": "shared_expert_size",
+    "num_experts": "num_experts",
+    "num_experts_per_tok": "experts_per_token",
+}
+_HYBRID_EXPERT_DEFAULTS = {
+    **_HYBRID_DEFAULTS,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+# Settings of the drafter that Qwen3.5's files have, and some that its text decoder does not read.
+_MTP = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
+_UNREAD = (*_MTP, "attn_output_gate", "decoder_sparse_step", "mlp_only_layers")
+
 # The text decoder of models that also read images, by their `model_type`: Gemma 3 from 4B on.
-TEXT_DECODERS: Mapping[str, str] = MappingProxyType({"gemma3": "gemma3_text"})
+TEXT_DECODERS: Mapping[str, str] = MappingProxyType(
+    {
+        "gemma3": "gemma3_text",
+        "qwen3_5": "qwen3_5_text",
+        "qwen3_5_moe": "qwen3_5_moe_text",
+    }
+)
 
 # Values of `model_type` that are not supported, and why.
 _GEMMA_4 = "its layers without a window have larger heads than the others (global_head_dim)"
@@ -314,6 +370,48 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             fixed={**_SILU, "decoder_sparse_step": (1,), "mlp_only_layers": ([], ())},
             # Of layers without experts, and of windows in other families.
             ignored=(*_TRAINING, "intermediate_size", "max_window_layers"),
+            aliases={"num_local_experts": "num_experts"},
+        ),
+        "qwen3_next": Family(
+            "Qwen3NextForCausalLM",
+            names={
+                **_HYBRID_NAMES,
+                **_HYBRID_EXPERT_NAMES,
+                "delta_qkvz": "linear_attn.in_proj_qkvz",
+                "delta_ba": "linear_attn.in_proj_ba",
+            },
+            keys={**_HYBRID_EXPERT_KEYS, "norm_topk_prob": "normalize_experts"},
+            settings=_HYBRID_SETTINGS,
+            parts=("rope", "delta_net"),
+            defaults={
+                **_HYBRID_EXPERT_DEFAULTS,
+                "num_experts": 512,
+                "num_experts_per_tok": 10,
+                "norm_topk_prob": True,
+            },
+            fixed={**_SILU, "decoder_sparse_step": (1,), "mlp_only_layers": ([], ())},
+            ignored=(*_TRAINING, "intermediate_size", "use_sliding_window"),
+            aliases={"num_local_experts": "num_experts"},
+        ),
+        "qwen3_5_text": Family(
+            "Qwen3_5ForCausalLM",
+            names={**_HYBRID_NAMES, **_SEPARATE},
+            keys=_HYBRID_KEYS,
+            settings=_HYBRID_SETTINGS,
+            parts=("rope", "delta_net"),
+            defaults={**_HYBRID_DEFAULTS, "num_key_value_heads": 4},
+            fixed=_SILU,
+            ignored=_UNREAD,
+        ),
+        "qwen3_5_moe_text": Family(
+            "Qwen3_5MoeForCausalLM",
+            names={**_HYBRID_NAMES, **_SEPARATE, **_HYBRID_EXPERT_NAMES},
+            keys=_HYBRID_EXPERT_KEYS,
+            settings=_HYBRID_SETTINGS,
+            parts=("rope", "delta_net"),
+            defaults={**_HYBRID_EXPERT_DEFAULTS, "num_experts": 256, "num_experts_per_tok": 8},
+            fixed=_SILU,
+            ignored=(*_TRAINING, *_UNREAD, "intermediate_size"),
             aliases={"num_local_experts": "num_experts"},
         ),
         "gpt_oss": Family(

@@ -17,6 +17,7 @@ from typing import Any
 
 from models.decoder import DecoderConfig
 from models.families import FAMILIES, REFUSED, TEXT_DECODERS, family_config
+from models.gated_delta import DeltaNetShape
 from models.positions import Alibi, Rope
 
 logger = logging.getLogger(__name__)
@@ -126,6 +127,17 @@ ATTN_CONFIG = {
     "softmax_scale": (None,),
 }
 FULL, SLIDING = "full_attention", "sliding_attention"  # the values of layer_types
+LINEAR = "linear_attention"
+# Fields of `DeltaNetShape` by their keys.
+DELTA_NET_KEYS = {
+    "linear_num_key_heads": "key_heads",
+    "linear_num_value_heads": "value_heads",
+    "linear_key_head_dim": "key_dim",
+    "linear_value_head_dim": "value_dim",
+    "linear_conv_kernel_dim": "conv_width",
+}
+# Of positions in images; those of text are equal in all sections.
+MROPE = ("mrope_section", "mrope_interleaved")
 ATTN_IGNORED = ("attn_impl", "attn_uses_sequence_id", "model_type")
 
 
@@ -137,6 +149,7 @@ KEY_TYPES: dict[str, type] = {
     **dict.fromkeys(("original_max_position_embeddings", "sliding_window"), int),
     **dict.fromkeys(("max_window_layers", "num_kv_heads", "num_ln_in_parallel_attn"), int),
     **dict.fromkeys(("sliding_window_pattern", "_sliding_window_pattern"), int),
+    **dict.fromkeys(("full_attention_interval", *DELTA_NET_KEYS), int),
     **dict.fromkeys(("use_sliding_window", "_remove_final_layer_norm", "multi_query"), bool),
     **dict.fromkeys(("alibi", "new_decoder_architecture", "parallel_attn"), bool),
     **dict.fromkeys(("layer_types", "no_rope_layers"), list),
@@ -331,7 +344,8 @@ def _without_aliases(raw: Mapping[str, Any], aliases: Mapping[str, str]) -> dict
 def text_decoder(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the settings of the text decoder of a model that also reads images, or `raw`.
 
-    `tie_word_embeddings` is that of the whole model, by default true, whatever the text decoder's.
+    `tie_word_embeddings` is that of the whole model, by default as the family's, whatever the text
+    decoder's.
 
     Raises ValueError if there are none.
     """
@@ -343,7 +357,7 @@ def text_decoder(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ValueError(
             f"model_type={raw['model_type']!r} needs a text_config of model_type {family!r}: add it"
         )
-    tied = raw.get("tie_word_embeddings", True)
+    tied = raw.get("tie_word_embeddings", FAMILIES[family].defaults["tie_word_embeddings"])
     return {**text, "tie_word_embeddings": tied, "model_type": family}
 
 
@@ -354,7 +368,7 @@ def _read_rope(reader: _ConfigReader, settings: Settings) -> Settings:
         "original_max_position_embeddings": reader.get("original_max_position_embeddings"),
         "max_position_embeddings": settings["max_positions"],
     }
-    if "longrope" in reader.rope_kinds:
+    if _rotates_part(reader):
         outside["partial_rotary_factor"] = reader.get("partial_rotary_factor", 1.0)
     given = [key for key in ("rope_scaling", "rope_parameters") if reader.raw.get(key) is not None]
     parsed = {key: _parse_rope(reader, key, reader.get(key), outside) for key in given}
@@ -373,6 +387,11 @@ def _read_rope(reader: _ConfigReader, settings: Settings) -> Settings:
             # Longer texts rotate all of their tokens otherwise.
             positions = min(positions, rope.original_max_positions)
     return {"positions": rope, "max_positions": positions}
+
+
+def _rotates_part(reader: _ConfigReader) -> bool:
+    """Returns whether models of the family may rotate a part of each head."""
+    return "longrope" in reader.rope_kinds or "partial_rotary_factor" in reader.defaults
 
 
 def _parse_rope(
@@ -394,9 +413,10 @@ def _parse_rope(
             check_type(f"{name} of {key}", value, ROPE_TYPES[field])
     theta = settings.pop("rope_theta", outside["rope_theta"])
     check_type(f"rope_theta of {key}", theta, float)
-    settings.pop("finetuned", None)  # no effect on inference
+    for name in ("finetuned", *MROPE):  # no effect on inference
+        settings.pop(name, None)
     partial = settings.pop("partial_rotary_factor", outside.get("partial_rotary_factor", 1.0))
-    if partial != 1.0 and "longrope" not in kinds:
+    if partial != 1.0 and not _rotates_part(reader):
         raise ValueError(
             f"{key} has partial_rotary_factor={partial}, which is not supported: it must be 1.0"
         )
@@ -501,6 +521,28 @@ def _read_unrotated_layers(reader: _ConfigReader, settings: Settings) -> Setting
             "rotary positions, and a 0 for each without"
         )
     return {"unrotated_layers": tuple(i for i in range(layers) if not rotated[i])}
+
+
+def _read_delta_net(reader: _ConfigReader, settings: Settings) -> Settings:
+    """Returns the layers that are gated delta nets, and their shapes (Qwen3-Next)."""
+    layers, period = settings["num_layers"], reader.get("full_attention_interval")
+    if period < 1:
+        raise ValueError(f"full_attention_interval={period}: it must be 1 or more")
+    full = range(period - 1, layers, period)
+    kinds = reader.get("layer_types", [FULL if i in full else LINEAR for i in range(layers)])
+    if unknown := [kind for kind in kinds if kind not in (FULL, LINEAR)]:
+        raise ValueError(
+            f"layer_types names {unknown[0]!r}, which is not supported: every layer must have "
+            f"{FULL!r} or {LINEAR!r}"
+        )
+    if len(kinds) != layers:
+        raise ValueError(
+            f"layer_types has {len(kinds)} entries, and num_hidden_layers is {layers}: correct "
+            "one of them"
+        )
+    linear = tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR)
+    shape = DeltaNetShape(**{field: reader.get(key) for key, field in DELTA_NET_KEYS.items()})
+    return {"linear_layers": linear, "delta_net": shape if linear else None}
 
 
 def _read_two_ropes(reader: _ConfigReader, settings: Settings) -> Settings:
@@ -630,6 +672,7 @@ READERS: dict[str, Callable[[_ConfigReader, Settings], Settings]] = {
     "two_ropes": _read_two_ropes,
     "unrotated_layers": _read_unrotated_layers,
     "full_rope": _read_full_rope,
+    "delta_net": _read_delta_net,
     "query_scale": _read_query_scale,
     "attention_multiplier": _read_attention_multiplier,
     "final_norm": _read_final_norm,

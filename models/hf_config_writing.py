@@ -6,7 +6,16 @@ from typing import Any
 
 from models.decoder import DecoderConfig
 from models.families import FAMILIES
-from models.hf_config import ATTN_CONFIG, FULL, ROPE_KEYS, ROPE_READS, SLIDING, read_config
+from models.hf_config import (
+    ATTN_CONFIG,
+    DELTA_NET_KEYS,
+    FULL,
+    LINEAR,
+    ROPE_KEYS,
+    ROPE_READS,
+    SLIDING,
+    read_config,
+)
 
 
 def write_config(config: DecoderConfig) -> dict[str, Any]:
@@ -40,7 +49,7 @@ def write_config(config: DecoderConfig) -> dict[str, Any]:
 
 def _write_rope(config: DecoderConfig) -> dict[str, Any]:
     """Returns both spellings; versions before transformers 5 read only those outside of a dict."""
-    rope = config.rope
+    rope, family = config.rope, FAMILIES[config.family]
     if rope is None:
         return {}
     values = {name: getattr(rope, ROPE_KEYS[name]) for name in ROPE_READS[rope.kind]}
@@ -49,7 +58,7 @@ def _write_rope(config: DecoderConfig) -> dict[str, Any]:
         **{name: value for name, value in values.items() if value is not None},
     }
     outside: dict[str, Any] = {"rope_theta": rope.theta}
-    if rope.partial_rotary_factor != 1.0:
+    if rope.partial_rotary_factor != 1.0 or "partial_rotary_factor" in family.defaults:
         outside["partial_rotary_factor"] = rope.partial_rotary_factor
     raw = {"rope_parameters": outside | settings, **outside}
     raw["rope_scaling"] = None if rope.kind == "default" else settings
@@ -87,6 +96,13 @@ def _write_layer_types(config: DecoderConfig) -> dict[str, Any]:
     full = range(config.num_layers) if config.sliding_window is None else config.full_layers
     kinds = (FULL if layer in full else SLIDING for layer in range(config.num_layers))
     return {"layer_types": list(kinds)}
+
+
+def _write_delta_net(config: DecoderConfig) -> dict[str, Any]:
+    kinds = [LINEAR if linear else FULL for linear in config.linear]
+    shape = config.delta_net
+    sizes = {key: getattr(shape, field) for key, field in DELTA_NET_KEYS.items() if shape}
+    return {"layer_types": kinds, **sizes}
 
 
 def _write_two_ropes(config: DecoderConfig) -> dict[str, Any]:
@@ -164,6 +180,7 @@ WRITERS: dict[str, Callable[[DecoderConfig], dict[str, Any]]] = {
     "two_ropes": _write_two_ropes,
     "unrotated_layers": _write_unrotated_layers,
     "full_rope": _write_full_rope,
+    "delta_net": _write_delta_net,
     "query_scale": _write_query_scale,
     "attention_multiplier": _write_attention_multiplier,
     "final_norm": _write_final_norm,

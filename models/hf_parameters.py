@@ -172,7 +172,7 @@ def parameter_reader(
             return {tensor.path: packed_matrix(tensor, form)}
         arrays = None
         if isinstance(where, Stored):
-            values = tensor.to_parameter(mapped(where.file)[where.name], whole)
+            values = tensor.to_parameter(where.of(mapped(where.file)[where.name]), whole)
         else:
             matrix = unpacked(tensor, where)
             if isinstance(form, WeightFormat) and holds(form, matrix):

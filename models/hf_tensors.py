@@ -28,6 +28,7 @@ IGNORED = re.compile(
     r"|(q|k|v|kv|prob|output)_scale)"
 )
 UNEMBEDDING = "lm_head.weight"
+UNQUANTIZED = {"router", "shared_gate", "b", "a"}  # matrices with one output for a head or expert
 SHOWN = 5  # mismatches of a kind in an error
 LFS_POINTER = b"version https://git-lfs.github.com/spec"
 GGUF_INDEX = "gguf_index.json"  # of a GGUF file's tensors, in a directory without weights
@@ -38,18 +39,48 @@ STORED = DTYPES | QUANTIZED | {"I32": np.int32}  # integers keep their dtype
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A tensor in a safetensors file."""
+    """A tensor in a safetensors file, or the matrix of an expert in a tensor of all experts."""
 
     file: pathlib.Path
     name: str  # in the file, perhaps without the family's prefix
     dtype: str
     shape: tuple[int, ...]
+    rows: tuple[int, int, int] | None = None  # of a matrix: its expert, first row and end
+
+    def of(self, values: np.ndarray) -> np.ndarray:
+        """Returns the values, given those that the file has by this name."""
+        if self.rows is None:
+            return values
+        expert, first, end = self.rows
+        return values[expert, first:end]
 
 
 def read_tensor(where: Stored) -> np.ndarray:
     """Returns a tensor's values."""
     with safetensors.safe_open(where.file, "numpy") as handle:
-        return handle.get_tensor(where.name)
+        return where.of(handle.get_tensor(where.name))
+
+
+def separate_experts(stored: dict[str, Stored]) -> dict[str, Stored]:
+    """Returns the tensors with the matrices of each expert, which a file may have in two tensors.
+
+    These are `gate_up_proj` [X, 2 F, E] and `down_proj` [X, E, F].
+    """
+    separate = dict[str, Stored]()
+    for name, where in stored.items():
+        module, _, part = name.rpartition(".experts.")
+        if part not in ("gate_up_proj", "down_proj") or len(where.shape) != 3:
+            separate[name] = where
+            continue
+        parts = ("gate", "up") if part == "gate_up_proj" else ("down",)
+        count, outputs, inputs = where.shape
+        size = outputs // len(parts)
+        for expert in range(count):
+            for i, kind in enumerate(parts):
+                rows = expert, i * size, (i + 1) * size
+                own = dataclasses.replace(where, shape=(size, inputs), rows=rows)
+                separate[f"{module}.experts.{expert}.{kind}_proj.weight"] = own
+    return separate
 
 
 def mismatch(files: str, config: str, problems: Sequence[str], hint: str = "") -> ValueError:
@@ -181,9 +212,9 @@ class Tensor:
 
     @property
     def is_block_matrix(self) -> bool:
-        """Whether it is a matrix of a block, which `weights` quantizes; routers are not."""
+        """Whether it is a matrix of a block, which `weights` quantizes; `UNQUANTIZED` are not."""
         in_block = self.path[0].startswith(BLOCK)
-        return bool(self.inputs) and in_block and "router" not in self.path
+        return bool(self.inputs) and in_block and not UNQUANTIZED.intersection(self.path)
 
     @property
     def matrix(self) -> str | None:
@@ -255,7 +286,7 @@ def tensors_of(config: DecoderConfig) -> tuple[Tensor, ...]:
         for part in ("project_in", "project_out"):
             tensors += _linear(names[part], (part,), 1, False)
     for i in range(c.num_layers):
-        tensors += _layer(c, f"{names['layer']}.{i}", (f"layers_{i}",))
+        tensors += _layer(c, i, (f"layers_{i}",))
     if c.final_norm:
         tensors += _norm(names["norm"], ("norm",), bias)
     if not c.tie_embeddings:
@@ -265,16 +296,51 @@ def tensors_of(config: DecoderConfig) -> tuple[Tensor, ...]:
     return tuple(tensors)
 
 
-def _layer(c: DecoderConfig, layer: str, path: tuple[str, ...]) -> list[Tensor]:
-    """Returns the tensors of a layer, whose names begin with `layer`."""
+def _delta_net(c: DecoderConfig, name: dict[str, str], path: tuple[str, ...]) -> list[Tensor]:
+    """Returns the tensors of a gated delta net, given the names of all."""
+    s, tensors = c.delta_net, list[Tensor]()
+    assert s is not None
+    keys, values = s.key_heads * s.key_dim, s.value_heads * s.value_dim
+    for parts in ("qkvz", "qkv", "z", "ba", "b", "a"):
+        if f"delta_{parts}" not in name:
+            continue
+        sizes = dict(q=keys, k=keys, v=values, z=values, b=s.value_heads, a=s.value_heads)
+        # With z, and b with a, the outputs of each key head are adjacent (Qwen3-Next).
+        groups = s.key_heads if parts in ("qkvz", "ba") else 1
+        grouped = tuple(sizes[part] // groups for part in parts)
+        for i, part in enumerate(parts):
+            fused = Fused(groups, grouped, i) if len(parts) > 1 else None
+            tensors += _linear(name[f"delta_{parts}"], (*path, part), 1, False, fused=fused)
+    tensors.append(Tensor(f"{name['delta_conv']}.weight", (*path, "conv")))
+    tensors += [Tensor(name[f"delta_{part}"], (*path, part)) for part in ("log_rate", "step_bias")]
+    tensors += _norm(name["delta_norm"], (*path, "norm"))
+    return tensors + _linear(name["delta_out"], (*path, "out"), 2, False)
+
+
+def _layer(c: DecoderConfig, layer: int, path: tuple[str, ...]) -> list[Tensor]:
+    """Returns the tensors of a layer."""
     family = FAMILIES[c.family]
-    name = {part: f"{layer}.{name}" for part, name in family.names.items()}
-    linear = functools.partial(_linear, transposed=family.transposed)
-    attention, mlp, bias = (*path, "attention"), (*path, "mlp"), c.norm == "layer"
+    name = {part: f"{family.names['layer']}.{layer}.{name}" for part, name in family.names.items()}
     own_norms = "parallel_" if c.parallel and not c.shared_norm else ""
-    tensors, inner_norms = [], c.norm_before or not c.norm_after
+    bias, tensors = c.norm == "layer", list[Tensor]()
+    inner_norms = c.norm_before or not c.norm_after
     if inner_norms:
         tensors += _norm(name[f"{own_norms}attention_norm"], (*path, "attention_norm"), bias)
+    if c.linear[layer]:
+        tensors += _delta_net(c, name, (*path, "delta_net"))
+    else:
+        tensors += _attention(c, name, (*path, "attention"))
+    if inner_norms and not c.shared_norm:
+        tensors += _norm(name[f"{own_norms}mlp_norm"], (*path, "mlp_norm"), bias)
+    for part in ("attention_output_norm", "mlp_output_norm") * c.norm_after:
+        tensors += _norm(name[part], (*path, part), bias)
+    return tensors + _mlp(c, name, (*path, "mlp"))
+
+
+def _attention(c: DecoderConfig, name: dict[str, str], path: tuple[str, ...]) -> list[Tensor]:
+    """Returns the tensors of an attention, given the names of all."""
+    family, tensors = FAMILIES[c.family], list[Tensor]()
+    linear, attention = functools.partial(_linear, transposed=family.transposed), path
     if "qkv" in name:
         groups = c.num_kv_heads if family.grouped_qkv else 1
         heads = (c.num_heads, c.num_kv_heads, c.num_kv_heads)
@@ -283,18 +349,24 @@ def _layer(c: DecoderConfig, layer: str, path: tuple[str, ...]) -> list[Tensor]:
             of_head = Fused(groups, sizes, i)
             tensors += linear(name["qkv"], (*attention, part), 1, c.qkv_bias, fused=of_head)
     else:
-        for part in "qkv":
+        halves = (c.head_dim,) * 2  # of each head's outputs: its query, and its gate
+        for i, part in enumerate(("q", "gate") * c.attention_gate):
+            fused = Fused(c.num_heads, halves, i)
+            tensors += linear(name["q"], (*attention, part), 1, c.qkv_bias, fused=fused)
+        for part in "qkv"[c.attention_gate :]:
             tensors += linear(name[part], (*attention, part), 1, c.qkv_bias)
     if c.qk_norm:
         for part in ("q_norm", "k_norm"):
             tensors += _norm(name[part], (*attention, part))
     if c.attention_sinks:
         tensors.append(Tensor(name["sinks"], (*attention, "sinks"), flat=True))
-    tensors += linear(name["out"], (*attention, "out"), 2, c.out_bias)
-    if inner_norms and not c.shared_norm:
-        tensors += _norm(name[f"{own_norms}mlp_norm"], (*path, "mlp_norm"), bias)
-    for part in ("attention_output_norm", "mlp_output_norm") * c.norm_after:
-        tensors += _norm(name[part], (*path, part), bias)
+    return tensors + linear(name["out"], (*attention, "out"), 2, c.out_bias)
+
+
+def _mlp(c: DecoderConfig, name: dict[str, str], mlp: tuple[str, ...]) -> list[Tensor]:
+    """Returns the tensors of an MLP or a mixture, given the names of all."""
+    family, tensors = FAMILIES[c.family], list[Tensor]()
+    linear = functools.partial(_linear, transposed=family.transposed)
     if c.num_experts is not None and "gate_up" in name:
         tensors += linear(name["router"], (*mlp, "router"), 1, c.router_bias)
         parts = [("gate", "gate_up", Interleaved(2, 0)), ("up", "gate_up", Interleaved(2, 1))]
@@ -310,6 +382,11 @@ def _layer(c: DecoderConfig, layer: str, path: tuple[str, ...]) -> list[Tensor]:
         for part in ("gate",) * c.gated + ("up", "down"):
             for i in range(c.num_experts):
                 tensors += linear(name[part].format(i), (*mlp, part), 1, c.mlp_bias, expert=i)
+        if c.shared_expert_size is not None:
+            for part in ("gate",) * c.gated + ("up", "down"):
+                own = name["shared"].format(part), (*mlp, "shared", part)
+                tensors += linear(*own, 1, c.mlp_bias)
+            tensors += linear(name["shared_gate"], (*mlp, "shared_gate"), 1, False)
         return tensors
     if "gate_up" in name:
         for i, part in enumerate(("gate", "up")):

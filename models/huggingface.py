@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import logging
 import math
 import os
 import pathlib
@@ -40,6 +41,7 @@ from models.hf_tensors import (
     check_not_pointer,
     mismatch,
     read_tensor,
+    separate_experts,
 )
 from models.quantized import (
     NONE,
@@ -62,6 +64,8 @@ from models.quantized_checkpoints import (
 from pallas_kernels.cpu import build as cpu_build
 from pallas_kernels.cpu.packed import FLOATS, ROUNDED
 
+logger = logging.getLogger(__name__)
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SHARDS = "model-*-of-*.safetensors"
@@ -70,7 +74,8 @@ QUANTIZATION = "quantization_config"
 PACKED_DTYPES = tuple(map(np.dtype, FLOATS))
 # Names of tensors in models that also read images: in the text decoder, and elsewhere.
 OF_TEXT = re.compile(r"^(?:model\.)?language_model\.")
-OF_IMAGES = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector)\.")
+OF_IMAGES = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector|visual)\.")
+OF_DRAFTER = re.compile(r"mtp\.")  # layers for the prediction of several tokens (Qwen)
 # Settings in generation_config.json that change a sampled text, and their values without an effect.
 SAMPLING_KEYS = {
     "temperature": None,
@@ -438,6 +443,12 @@ def _scan(path: pathlib.Path, config: DecoderConfig) -> dict[str, Stored]:
         return {name: where for name, where in named if name not in unused}
     if config.family in TEXT_DECODERS.values():
         stored = {OF_TEXT.sub("", n): x for n, x in stored.items() if not OF_IMAGES.match(n)}
+    if config.linear_layers:
+        drafter = [n for n in stored if OF_DRAFTER.match(n)]
+        stored = {n: x for n, x in stored.items() if n not in drafter}
+        if drafter:
+            logger.warning("%s: the drafter in the tensors mtp.* is not read", path)
+        stored = separate_experts(stored)
     prefix = FAMILIES[config.family].prefix
     known = prefix, UNEMBEDDING.removesuffix("weight")
     return {n if n.startswith(known) else prefix + n: where for n, where in stored.items()}

@@ -95,6 +95,7 @@ def logits_of(model: nn.Module, params, tokens: Int[Array, "B T"]) -> Float[Arra
         "capped scores": config.attention_softcap is not None,
         "attention sinks": config.attention_sinks,
         "experts": config.num_experts is not None,
+        "gated delta nets": any(config.linear),
     }
     if features := [name for name, has in unsupported.items() if has]:
         raise ValueError(

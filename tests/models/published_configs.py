@@ -26,6 +26,9 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",
@@ -105,6 +108,46 @@ def _qwen3_moe(*sizes, **more):
     experts = dict(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768)
     own = dict(head_dim=128, attention_bias=False, sliding_window=None)
     return _qwen("qwen3_moe", *sizes, **router | layers | experts | own | more)
+
+
+_DELTA_NET = dict(
+    linear_conv_kernel_dim=4,
+    linear_key_head_dim=128,
+    linear_num_key_heads=16,
+    linear_num_value_heads=32,
+    linear_value_head_dim=128,
+)
+
+
+def _qwen3_5(kind, layers, **text):
+    """Returns the file of a model that also reads images."""
+    own = dict(
+        model_type=f"{kind}_text",
+        attn_output_gate=True,
+        dtype="bfloat16",
+        full_attention_interval=4,
+        head_dim=256,
+        hidden_act="silu",
+        layer_types=[*["linear_attention"] * 3, "full_attention"] * (layers // 4),
+        mamba_ssm_dtype="float32",
+        max_position_embeddings=262144,
+        mlp_only_layers=[],
+        mtp_num_hidden_layers=1,
+        mtp_use_dedicated_embeddings=False,
+        num_hidden_layers=layers,
+        rms_norm_eps=1e-6,
+        rope_parameters=dict(
+            mrope_interleaved=True,
+            mrope_section=[11, 11, 10],
+            partial_rotary_factor=0.25,
+            rope_theta=10000000,
+            rope_type="default",
+        ),
+        vocab_size=248320,
+    )
+    images = dict(vision_config={"model_type": kind}, image_token_id=248056)
+    text = own | _DELTA_NET | text
+    return _file(kind, text_config=text, tie_word_embeddings=False, **images)
 
 
 def _gemma(family, *sizes, **more):
@@ -300,6 +343,47 @@ PUBLISHED = {
     "qwen3-235b-a22b": _qwen3_moe(
         *(4096, 12288, 94, 64, 4, 151936, 40960), moe_intermediate_size=1536
     ),
+    "qwen3-next-80b-a3b": _sized(
+        *("qwen3_next", 2048, 5120, 48, 16, 2, 151936, 262144),
+        **_DELTA_NET,
+        attention_bias=False,
+        decoder_sparse_step=1,
+        full_attention_interval=4,
+        head_dim=256,
+        hidden_act="silu",
+        mlp_only_layers=[],
+        moe_intermediate_size=512,
+        norm_topk_prob=True,
+        num_experts=512,
+        num_experts_per_tok=10,
+        output_router_logits=False,
+        partial_rotary_factor=0.25,
+        rms_norm_eps=1e-6,
+        rope_scaling=None,
+        rope_theta=10000000,
+        router_aux_loss_coef=0.001,
+        shared_expert_intermediate_size=512,
+        tie_word_embeddings=False,
+        use_sliding_window=False,
+    ),
+    "qwen3.5-27b": _qwen3_5(
+        *("qwen3_5", 64),
+        hidden_size=5120,
+        intermediate_size=17408,
+        linear_num_value_heads=48,
+        num_attention_heads=24,
+        num_key_value_heads=4,
+    ),
+    "qwen3.5-35b-a3b": _qwen3_5(
+        *("qwen3_5_moe", 40),
+        hidden_size=2048,
+        moe_intermediate_size=512,
+        num_attention_heads=16,
+        num_experts=256,
+        num_experts_per_tok=8,
+        num_key_value_heads=2,
+        shared_expert_intermediate_size=512,
+    ),
     "gemma-2-2b": _gemma2(2304, 9216, 26, 8, 4),
     "gemma-2-9b": _gemma2(3584, 14336, 42, 16, 8),
     "gemma-3-1b": _gemma(
@@ -412,6 +496,8 @@ REFUSED = [
     ("qwen3-8b", {"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e6}}),
     ("qwen3-30b-a3b", {"decoder_sparse_step": 2}),
     ("qwen3-30b-a3b", {"mlp_only_layers": [0]}),
+    ("qwen3-next-80b-a3b", {"mlp_only_layers": [0]}),
+    ("qwen3-next-80b-a3b", {"layer_types": ["sliding_attention"] * 48}),
     ("gemma-2-9b", {"use_bidirectional_attention": True}),
     ("gemma-3-1b", {"attn_logit_softcapping": 50.0}),
     ("gemma-3-1b", {"use_bidirectional_attention": True}),

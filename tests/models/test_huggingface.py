@@ -100,6 +100,35 @@ def test_the_text_decoder_of_a_model_that_reads_images(prefix, tmp_path):
         models.load_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_the_text_decoder_of_qwen3_5(family, tmp_path, caplog):
+    """Tensors of images and of the drafter are not read; those of all experts may be in two."""
+    tensors = safetensors.numpy.load_file(GOLDEN / family / "model.safetensors")
+    parts = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+    for layer in range(4 if family == "qwen3_5_moe" else 0):
+        experts = f"model.layers.{layer}.mlp.experts"
+        for fused, kinds in parts.items():
+            matrices = [
+                np.concatenate([tensors.pop(f"{experts}.{i}.{kind}_proj.weight") for kind in kinds])
+                for i in range(5)
+            ]
+            tensors[f"{experts}.{fused}"] = np.stack(matrices)
+    named = {f"model.language_model.{n.removeprefix('model.')}": x for n, x in tensors.items()}
+    named["lm_head.weight"] = named.pop("model.language_model.lm_head.weight")
+    others = ("model.visual.merger.weight", "mtp.layers.0.mlp.gate.weight", "mtp.fc.weight")
+    named |= {name: np.zeros(3, np.float32) for name in others}
+    safetensors.numpy.save_file(named, tmp_path / "model.safetensors")
+    text = json.loads((GOLDEN / family / "config.json").read_text())
+    raw = {"model_type": family, "vision_config": {"hidden_size": 8}, "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    found, expected = map(models.load_checkpoint, (tmp_path, GOLDEN / family))
+    assert found.module == expected.module
+    assert_identical(found.params, expected.params)
+    assert [x.getMessage() for x in caplog.records if "mtp" in x.getMessage()] == [
+        f"{tmp_path}: the drafter in the tensors mtp.* is not read"
+    ]
+
+
 def test_special_values_and_boxed_parameters_survive(tiny, tmp_path):
     module, params = tiny
     odd = np.array([np.nan, -0.0, np.inf, 1e-45] + [1.0] * 4, np.float32)

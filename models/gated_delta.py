@@ -1,0 +1,150 @@
+"""Gated delta nets: linear attention with a state in place of keys and values (Qwen3-Next).
+
+Of a token with key k and value v, a head's state S [Dk, Dv] becomes
+
+    S = a S + k d^T   where   d = beta (v - (a S)^T k),
+
+and its output is S^T q. The decay a and beta are between 0 and 1 and depend on the token. q, k and
+v come from a short causal convolution. As attention is, all that depends on other tokens is left to
+`attend`: the module projects, and `attend` convolves and runs the recurrence.
+Source: Gated Delta Networks (arXiv 2412.06464).
+"""
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float
+
+from models.layers import LayerAttend, RMSNorm
+from models.linear import Projection, project
+from models.quantized import MatrixFormats
+from sharding import EMBED
+
+EPS = 1e-6  # of the length to which q and k are divided
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaNetShape:
+    """The shapes of the gated delta nets of a decoder.
+
+    Attributes:
+      key_heads: heads of q and k.
+      value_heads: H, heads of v and of the state; a multiple of `key_heads`, each of which serves
+        adjacent ones.
+      key_dim: Dk, the size of a head of q and k.
+      value_dim: Dv, the size of a head of v.
+      conv_width: W, the tokens that the convolution reads, its own included.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            least = 2 if field.name == "conv_width" else 1
+            if (value := getattr(self, field.name)) < least:
+                raise ValueError(f"{field.name}={value} of a gated delta net: at least {least}")
+        if self.value_heads % self.key_heads:
+            raise ValueError(
+                f"value_heads={self.value_heads} of a gated delta net is not a multiple of "
+                f"key_heads={self.key_heads}"
+            )
+
+    @property
+    def channels(self) -> int:
+        """C, the elements of q, k and v of a token."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Returns the bytes of a row's state in one layer, given those of an activation."""
+        state = self.value_heads * self.key_dim * self.value_dim * max(4, itemsize)
+        return state + (self.conv_width - 1) * self.channels * itemsize
+
+
+@struct.dataclass
+class DeltaNetInputs:
+    """What a gated delta net passes to `attend`, which returns ([B, T, H, Dv], what to keep).
+
+    Attributes:
+      x: [B, T, C], q, k and v before the convolution.
+      log_decay: [B, T, H], the logarithm of a, at least float32.
+      beta: [B, T, H], at least float32.
+      kernel: [C, W], of the convolution; the last element is the token's own.
+      shape: static.
+    """
+
+    x: Float[Array, "B T C"]
+    log_decay: Float[Array, "B T H"]
+    beta: Float[Array, "B T H"]
+    kernel: Float[Array, "C W"]
+    shape: DeltaNetShape = struct.field(pytree_node=False)
+
+    def heads(self, convolved: Float[Array, "B T C"]) -> tuple[Array, Array, Array]:
+        """Returns q, k [B, T, Hk, Dk] and v [B, T, H, Dv] of the convolution's outputs."""
+        s, x = self.shape, nn.silu(convolved)
+        keys = s.key_heads * s.key_dim
+        q, k, v = jnp.split(x, (keys, 2 * keys), -1)
+
+        def normalized(x: Array) -> Array:
+            x = x.reshape(*x.shape[:2], s.key_heads, s.key_dim)
+            return x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + EPS)
+
+        v = v.reshape(*v.shape[:2], s.value_heads, s.value_dim)
+        return normalized(q) * s.key_dim**-0.5, normalized(k), v
+
+
+class GatedDeltaNet(nn.Module):
+    """Projections, decays and gates of a gated delta net, around the recurrence in `attend`."""
+
+    config: Any  # a `DecoderConfig`
+    dtype: Any
+    weights: MatrixFormats = MatrixFormats()
+    backend: str | None = None
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B T E"], attend: LayerAttend) -> tuple[Array, Any]:
+        c = self.config
+        s: DeltaNetShape = c.delta_net
+        embed = ((c.hidden_size, EMBED),)
+        key_heads = ((s.key_heads, None), (s.key_dim, None))
+        value_heads = ((s.value_heads, None), (s.value_dim, None))
+        outputs = dict(q=key_heads, k=key_heads, v=value_heads, z=value_heads)
+        outputs |= dict.fromkeys("ba", value_heads[:1])
+
+        def projection(inputs, outputs, name):
+            options = dict(weights=self.weights.of(name), backend=self.backend)
+            return Projection(inputs, outputs, False, self.dtype, name=name, **options)
+
+        made = project(x, *(projection(embed, of, name) for name, of in outputs.items()))
+        q, k, v, z, b, a = made
+        mixed = jnp.concatenate([y.reshape(*y.shape[:2], -1) for y in (q, k, v)], -1)
+        wide = jnp.promote_types(self.dtype, jnp.float32)
+        # As the matrix of a convolution with one input channel for each output.
+        kernel = self._vector("conv", nn.initializers.normal(0.5), (s.channels, 1, s.conv_width))
+        log_rate = self._vector("log_rate", nn.initializers.zeros, (s.value_heads,))
+        step = self._vector("step_bias", nn.initializers.ones, (s.value_heads,))
+        rate = nn.softplus(a.astype(wide) + step.astype(wide))
+        out, aux = attend(
+            DeltaNetInputs(
+                mixed,
+                -jnp.exp(log_rate.astype(wide)) * rate,
+                nn.sigmoid(b.astype(wide)),
+                kernel[:, 0],
+                s,
+            )
+        )
+        norm = RMSNorm(s.value_dim, c.norm_eps, self.dtype, None, self.backend, name="norm")
+        gate = nn.silu(z.astype(wide))
+        out = (norm(out.astype(self.dtype)) * gate).astype(self.dtype)
+        return projection(value_heads, embed, "out")(out), aux
+
+    def _vector(self, name: str, init: Any, shape: tuple[int, ...]) -> Array:
+        boxed = nn.with_logical_partitioning(init, (None,) * len(shape))
+        return self.param(name, boxed, shape, self.dtype)
