@@ -111,6 +111,8 @@ def _load(
     form = models.parse_weights(weights)
     if mesh is not None and isinstance(source.config, models.EagleConfig):
         stages = 1  # every device has the whole head
+    if offload:
+        offloading.check_layers(source.config)
     stages = _validated_stages(stages, shards, mesh, offload)
     sharding_of = None
     if mesh is not None:
@@ -305,6 +307,7 @@ def offload(model: Model) -> Model:
         raise ValueError(
             f"the model {model.name!r} is on several devices: load it with offload for their mesh"
         )
+    offloading.check_layers(model.config)
     params, layers = models.split_blocks(model.params)
     blocks = offloading.stack(model.module, map(jax.device_get, layers))
     return dataclasses.replace(model, params=params, layout=Offloaded(blocks))

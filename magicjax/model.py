@@ -100,13 +100,27 @@ class Model:
         config = self.config  # another decoder's than the package's may have no windows
         return getattr(config, "windows", (None,) * config.num_layers)
 
+    @property
+    def linear(self) -> tuple[bool, ...]:
+        """Whether each layer has a state in place of keys and values."""
+        config = self.config
+        return getattr(config, "linear", (False,) * config.num_layers)
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of a row's states in all layers that have one."""
+        if not any(self.linear):
+            return 0
+        return sum(self.linear) * self.config.delta_net.state_bytes(self.dtype.itemsize)
+
     def kv_bytes(self, batch: int, slots: int) -> int:
-        """Returns the bytes of a cache of keys and values.
+        """Returns the bytes of a cache: of keys and values, and of states.
 
         Layers with a sliding window have fewer slots than `slots` (`layer_slots`).
         """
-        slot_bytes = self.slot_bytes(self.kv_bits)
-        return batch * slot_bytes * sum(layer_slots(w, slots) for w in self.windows)
+        layers = zip(self.windows, self.linear, strict=True)
+        total = sum(layer_slots(window, slots) for window, linear in layers if not linear)
+        return batch * (self.slot_bytes(self.kv_bits) * total + self.state_bytes)
 
     def slot_bytes(self, bits: int | None = None) -> int:
         """Returns the bytes of a token's key and value in one layer, with their float32 scales.

@@ -84,10 +84,11 @@ class PrefilledPrompts:
     def reset(self, state: DecodeState) -> "PrefilledPrompts":
         """Returns the prompts with the cache of a run's last state, cut back to the prompts.
 
-        With rings, whose oldest entries a run overwrites, the prompts are prefilled again.
+        With rings, whose oldest entries a run overwrites, or states, the prompts are prefilled
+        again.
         """
         slots = {keys.shape[2] for keys in jax.tree.leaves(state.cache.k) if keys.ndim == 4}
-        if min(slots) < self.settings.capacity:
+        if state.cache.states or min(slots) < self.settings.capacity:
             cache, prefilled = self.decoder.prefill(settings=self.settings)
             return dataclasses.replace(self, cache=cache, prefilled=prefilled)
         # A copy: the array may share memory with NumPy's, and the next run donates it.

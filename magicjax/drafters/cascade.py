@@ -109,7 +109,7 @@ class _Chain:
         rows = jnp.arange(len(tokens))[:, None]
         index = self.count[:, None] + steps
         kept = (steps <= result.accepted[:, None]) & (index < self.length)
-        index = jnp.where(kept, index, kv[0][0].shape[1])  # beyond the end: dropped
+        index = jnp.where(kept, index, jax.tree.leaves(kv)[0].shape[1])  # beyond the end: dropped
 
         def put(old, new, at):
             return old.at[rows, at].set(new, mode="drop")

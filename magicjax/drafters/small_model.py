@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int
@@ -171,6 +172,12 @@ class SmallModel(Drafter):
                 f"the draft model {self.model.name!r} has its cache in {self.model.kv_bits} bits, "
                 "which only a target supports: load it without kv_dtype"
             )
+        if any(self.model.linear) and self.sparse is not None:
+            raise ValueError(
+                f"the draft model {self.model.name!r} of family {self.model.config.family!r} has "
+                "layers with a state (gated delta nets), which no policy can choose entries of: "
+                f"omit policy={self.policy!r}"
+            )
         self._check_loaded()
         vocab, target_vocab = self.model.config.vocab_size, target.config.vocab_size
         has_tokenizers = None not in (self.model.tokenizer, target.tokenizer)
@@ -289,6 +296,8 @@ class SmallModel(Drafter):
             if sparse is None:
                 own = previous.state.cache
                 reused = jnp.minimum(own.lengths, previous.reused)
+                if own.states:  # which cannot be shortened
+                    reused = jnp.where(reused == own.lengths, reused, 0)
                 begun = dataclasses.replace(own, lengths=reused)
         spec = StatsSpec() if sparse is None else sparse.stats_spec()
         full, _, stats = prefill_cache(model, tokens, lengths, settings, spec, begun)
@@ -374,7 +383,7 @@ def _backlog_then_path(
     Backlog entries 4 5 with count 1, and path entries 0 2 NOT_RUN, give 4 0 2 0 0.
     """
     size, length = backlog.tokens.shape[1], path_entries.shape[1]
-    first = draft.kv[0][0].shape[1] - size
+    first = jax.tree.leaves(draft.kv)[0].shape[1] - size
     index, count = jnp.arange(size + length), backlog.count[:, None]
     along_path = jnp.clip(index - count, 0, length - 1)
     entries = jnp.maximum(jnp.take_along_axis(path_entries, along_path, 1), 0)

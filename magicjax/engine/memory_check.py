@@ -15,7 +15,7 @@ def num_prefixes(row: Request, config: EngineConfig) -> int:
     """Returns how many prefixes are stored on the device; each has the bytes of the row."""
     if config.prefix_bytes is not None:
         return config.prefix_bytes // sum(row.kv_bytes)
-    if row.prefill_settings.stats_spec.total:  # prompts cannot be reused
+    if row.prefill_settings.stats_spec.total or _overlaps_states(row):  # they cannot be reused
         return 0
     return min(MAX_DEFAULT_PREFIXES, config.slots)
 
@@ -43,6 +43,11 @@ def proportionate_slots(row: Request, config: EngineConfig) -> int:
     return slots
 
 
+def _overlaps_states(row: Request) -> bool:
+    """Returns whether a drafter makes cached tokens run again, of which the target has a state."""
+    return any(row.target.linear) and bool(row.prefill_settings.stats_spec.layer_inputs)
+
+
 def check_prefixes(row: Request, config: EngineConfig) -> None:
     """Raises ValueError for bytes of prefixes that can store none."""
     max_bytes, entry_bytes = config.prefix_bytes, sum(row.kv_bytes)
@@ -51,6 +56,12 @@ def check_prefixes(row: Request, config: EngineConfig) -> None:
             f"prefix_bytes={max_bytes}: the drafter's policy reads the attention of all prompt "
             "tokens, so each prompt is prefilled whole: omit prefix_bytes, or use another policy, "
             "such as streaming or snapkv"
+        )
+    if max_bytes and _overlaps_states(row):
+        raise ValueError(
+            f"prefix_bytes={max_bytes}: the drafter reads the target's hidden states, so that the "
+            "last token of a prefix is computed again, which the states of the family "
+            f"{row.target.config.family!r} do not allow: omit prefix_bytes, or use another drafter"
         )
     if max_bytes is not None and 0 < max_bytes < entry_bytes:
         raise ValueError(

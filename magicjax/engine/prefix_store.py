@@ -2,7 +2,7 @@
 
 A new prompt starts from a copy of the entry that shares the most tokens with its beginning. The
 most recently used entries are on the device and the others in host memory. All entries on the
-device have the shapes of one row, so copying compiles nothing.
+device have the shapes of one row, so copying compiles nothing. Entries with states are used whole.
 """
 
 import dataclasses
@@ -59,6 +59,17 @@ class Prefix:
             if length > slots and length - count > RING_SPARE:
                 return False
         return True
+
+    def begins(self, text: Int[np.ndarray, "T"], common: int) -> bool:
+        """Whether the target can go on after the first `common` tokens, which a text shares.
+
+        A state cannot be shortened: it must be that of a text with which the other one begins. Of
+        tokens after a stop string it has more.
+        """
+        caches = jax.tree.leaves(self.cache, is_leaf=lambda x: isinstance(x, KVCache))
+        states = [x for x in caches if isinstance(x, KVCache) and x.states]
+        lengths = (int(global_arrays.fetch(x.lengths).max()) for x in states)
+        return all(length == min(common, len(text) - 1) for length in lengths)
 
     @property
     def num_bytes(self) -> int:
@@ -151,7 +162,9 @@ class PrefixStore:
         best, common = None, self.min_shared - 1
         for entry in reversed(self._entries):
             count = common_prefix(entry.tokens, tokens)
-            if count > common and entry.holds(count - self.recomputed):
+            if count <= common or not entry.begins(tokens, count):
+                continue
+            if entry.holds(count - self.recomputed):
                 best, common = entry, count
         return (None, 0) if best is None else (best, common)
 

@@ -13,13 +13,17 @@ from flax import struct
 from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Int
 
+from magicjax.kv_cache import state_layers
 from magicjax.kv_cache.full_cache import KVCache, rounded
 from magicjax.kv_cache.pages import PagedCache
 from magicjax.kv_cache.sparse_cache import DraftCache
+from magicjax.kv_cache.state_layers import LayerState, StateNodes
 from models import LayerAttend
+from models.gated_delta import DeltaNetInputs
 from pallas_kernels import tree_attention
 
-KV = tuple[tuple[Array, Array], ...]  # for each layer, keys and values [B, N, K, D] of nodes
+# For each layer, keys and values [B, N, K, D] of nodes, or what a layer with a state needs of them.
+KV = tuple[tuple[Array, Array] | StateNodes, ...]
 
 
 @struct.dataclass
@@ -42,7 +46,9 @@ class _Rows:
     live: Bool[Array, "B T"] | None = struct.field(default=None, kw_only=True)
 
     def __call__(self, layer: int) -> LayerAttend:
-        return Partial(type(self)._attend_rounded, self.of_layer(layer))
+        own = self.of_layer(layer)
+        has_state = isinstance(self.cache, KVCache) and self.cache.state(layer) is not None
+        return Partial(type(self)._run_state if has_state else type(self)._attend_rounded, own)
 
     def of_layer(self, layer: int) -> Self:
         """Returns the same for one layer."""
@@ -56,6 +62,18 @@ class _Rows:
 
     def _attend(self, q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, Any]:
         """Returns the attention of the only layer, and what to keep."""
+        raise NotImplementedError
+
+    def _run_state(self, inputs: DeltaNetInputs) -> tuple[Array, Any]:
+        """Returns the outputs of the only layer, which has a state, and what to keep."""
+        if self.live is not None:  # as in `AttendTo._attend`
+            inputs = jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0), inputs)
+        out, kept = self._advance(inputs, self.cache.states[0])
+        if self.live is not None:
+            out = jnp.where(self.live[..., None, None], out, 0)
+        return out, kept
+
+    def _advance(self, inputs: DeltaNetInputs, state: LayerState) -> tuple[Array, Any]:
         raise NotImplementedError
 
     def rows(self, first: Int[Array, ""], count: int) -> Self:
@@ -82,12 +100,21 @@ class AttendTo(_Rows):
       backend: static; the attention backend.
       keep_queries: static; whether to keep ((k, v), (q, lse)) instead, with the queries and the
         log-sum-exp of their scores.
+      is_chain: static; the mask is that of a chain, of which layers with states run parts.
     """
 
     cache: KVCache | DraftCache
     mask: Bool[Array, "*B T T"]
     backend: str | None = struct.field(pytree_node=False)
     keep_queries: bool = struct.field(default=False, pytree_node=False)
+    is_chain: bool = struct.field(default=False, pytree_node=False)
+
+    def _advance(self, inputs: DeltaNetInputs, state: LayerState) -> tuple[Array, Any]:
+        if self.is_chain:
+            out, nodes = state_layers.run_chain(inputs, state)
+        else:
+            out, nodes = state_layers.run_tree(inputs, state, self.mask, self.positions)
+        return out, (nodes, None)
 
     def _attend(self, q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, Any]:
         if self.live is not None:  # a wrong draft with NaN must not reach other nodes: 0 * NaN
@@ -123,6 +150,10 @@ class AttendLevel(_Rows):
 
     def of_layer(self, layer: int) -> Self:
         return dataclasses.replace(super().of_layer(layer), drafted=(self.drafted[layer],))
+
+    def _advance(self, inputs: DeltaNetInputs, state: LayerState) -> tuple[Array, Any]:
+        at = self.nodes, self.mask, self.positions, self.cache.live(0)
+        return state_layers.run_level(inputs, state, self.drafted[0], *at)
 
     def _attend(self, q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, Any]:
         k_all, v_all = jax.tree.map(self.slice, self.drafted[0])
@@ -214,8 +245,10 @@ def empty_nodes(cache: KVCache | DraftCache | PagedCache, nodes: int, dtype: Any
     """Returns what `AttendLevel` fills: zeros for `nodes` tokens."""
     batch = len(cache.live(0))
 
-    def zeros(old):
+    def zeros(layer, old):
+        if old is None:
+            return state_layers.empty_nodes(cache.states[layer], batch, nodes)
         _, heads, _, size = old.shape
-        return jnp.zeros((batch, nodes, heads, size), dtype)
+        return tuple(jnp.zeros((batch, nodes, heads, size), dtype) for _ in "kv")
 
-    return tuple((zeros(k), zeros(v)) for k, v in zip(cache.k, cache.v, strict=True))
+    return tuple(zeros(layer, k) for layer, k in enumerate(cache.k))

@@ -1,7 +1,7 @@
 """A model's KV cache: fixed shape, all committed keys and values that later tokens can see.
 
-A layer with a sliding window has a ring, in which position p is in slot p mod S; another layer has
-a slot for each position.
+A layer with a sliding window has a ring, in which position p is in slot p mod S; another layer with
+attention has a slot for each position. A layer without attention has a state (`state_layers`).
 
 The compiled loop writes it in place. XLA can do so because the index of every write depends on the
 round's verification result, and therefore on all reads of the round.
@@ -17,12 +17,14 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from magicjax.kv_cache import state_layers
+from magicjax.kv_cache.state_layers import LayerState
 from magicjax.model import Model, layer_slots
 from pallas_kernels import Quantized, dequantize, quantize
 from sharding import KV_HEADS, LAYER_BATCH, Split, logical_axes
 
 Slots = Float[Array, "R K S D"] | Quantized  # of a layer
-Layers = tuple[Slots, ...]
+Layers = tuple[Slots | None, ...]
 
 
 @struct.dataclass
@@ -30,13 +32,14 @@ class KVCache:
     """All committed keys and values that later tokens can see.
 
     Attributes:
-      k, v: one array [R, K, S, D] per layer. R is B, or more in a part of an engine's batch, whose
-        rows are the first B: they are read and written in place. With `Model.kv_bits` they are
-        `Quantized`, with scales that are powers of two (`as_stored`).
+      k, v: one array [R, K, S, D] per layer with attention, None for others. R is B, or more in a
+        part of an engine's batch, whose rows are the first B: they are read and written in place.
+        With `Model.kv_bits` they are `Quantized`, with scales that are powers of two (`as_stored`).
       lengths: int32 [B], the committed tokens. Slots without one hold finite garbage that later
         commits overwrite.
       windows: static; of each layer, None: it sees the whole text. A layer with a window is a ring.
       split: static; the model's division over devices.
+      states: the state of each layer without attention, None for others; empty if there is none.
     """
 
     k: Layers = struct.field(metadata=logical_axes(LAYER_BATCH, KV_HEADS))
@@ -44,11 +47,25 @@ class KVCache:
     lengths: Int[Array, "B"]
     windows: tuple[int | None, ...] = struct.field(pytree_node=False)
     split: Split = struct.field(pytree_node=False, default=Split())
+    states: tuple[LayerState | None, ...] = struct.field(
+        default=(), metadata=logical_axes(LAYER_BATCH)
+    )
 
     def of_layers(self, layers: Sequence[int]) -> "KVCache":
         """Returns the cache with these layers only, whose arrays it shares."""
         k, v = select(self.k, layers), select(self.v, layers)
-        return dataclasses.replace(self, k=k, v=v, windows=select(self.windows, layers))
+        states = select(self.states, layers) if self.states else ()
+        windows = select(self.windows, layers)
+        return dataclasses.replace(self, k=k, v=v, windows=windows, states=states)
+
+    def state(self, layer: int) -> LayerState | None:
+        """Returns the state of a layer; None: it has attention."""
+        return self.states[layer] if self.states else None
+
+    @property
+    def slots(self) -> Slots | None:
+        """The keys of any layer with attention, which have the format of all; None without one."""
+        return next((k for k in self.k if k is not None), None)
 
     def live(self, layer: int) -> Int[Array, "B"]:
         """Returns the number of committed tokens of each row."""
@@ -68,18 +85,27 @@ def select[T](values: tuple[T, ...], layers: Sequence[int]) -> tuple[T, ...]:
 def empty(model: Model, batch: int, slots: int) -> KVCache:
     """Returns a cache of zeros. Dead slots must be finite."""
     heads, size, windows = model.local_kv_heads, model.config.kv_head_dim, model.windows
-    shapes = [(batch, heads, layer_slots(window, slots), size) for window in windows]
-    k, v = (tuple(_zeros(shape, model) for shape in shapes) for _ in "kv")
-    return KVCache(k, v, jnp.zeros(batch, jnp.int32), windows, model.split)
+    layers = [
+        None if linear else (batch, heads, layer_slots(window, slots), size)
+        for window, linear in zip(windows, model.linear, strict=True)
+    ]
+    k, v = (tuple(_zeros(shape, model) for shape in layers) for _ in "kv")
+    states: tuple = ()
+    if any(model.linear):
+        new = state_layers.empty(model.config.delta_net, batch, model.dtype)
+        states = tuple(jax.tree.map(jnp.copy, new) if linear else None for linear in model.linear)
+    return KVCache(k, v, jnp.zeros(batch, jnp.int32), windows, model.split, states)
 
 
-def _zeros(shape: tuple[int, ...], model: Model) -> Slots:
+def _zeros(shape: tuple[int, ...] | None, model: Model) -> Slots | None:
+    if shape is None:
+        return None
     if model.kv_bits is None:
         return jnp.zeros(shape, model.dtype)
     return Quantized(jnp.zeros(shape, jnp.int8), jnp.zeros(shape[:-1], jnp.float32), model.kv_bits)
 
 
-def as_stored(entries: Any, slots: Slots) -> Any:
+def as_stored(entries: Any, slots: Slots | None) -> Any:
     """Returns a pytree of keys and values of one shape, in the format of a layer's slots.
 
     They are quantized together, because a step of a small model has hundreds of short operations.
@@ -164,18 +190,73 @@ def append(cache: KVCache, kv: tuple, path: Int[Array, "B A"], count: Int[Array,
 
     Args:
       cache: the committed entries.
-      kv: per layer the pair k, v [B, N, K, D] of the nodes.
+      kv: per layer the pair k, v [B, N, K, D] of the nodes, or the `StateNodes`.
       path: node ids.
       count: int32 [B], 0..A; must depend on all reads of `cache` in this round (`zero_after`).
     """
     start = cache.lengths + zero_after(count)
-    kv = as_stored(kv, cache.k[0])
+    stored = iter(as_stored([each for each in kv if isinstance(each, tuple)], cache.slots))
+    kv = tuple(next(stored) if isinstance(each, tuple) else each for each in kv)
+
+    def write(k, v, new, window):
+        return _append(k, v, *new, path, start, count, bool(window))
+
+    def advance(state, new):
+        return _commit(state, new, path, count)
+
+    return _updated(cache, kv, write, advance, cache.lengths + count)
+
+
+_commit = jax.jit(state_layers.commit)  # traced once for all layers
+
+
+def write_chunk(
+    cache: KVCache, kv: tuple, start: Int[Array, ""], count: Int[Array, "B"]
+) -> KVCache:
+    """Returns the cache with the keys, values and states of a chunk of prompts; same lengths.
+
+    Args:
+      cache: the tokens before.
+      kv: as for `append`, of the chunk's tokens.
+      start: the position of the first token; must depend on all reads of `cache` (`zero_after`).
+      count: int32 [B], the tokens of each row; the others are padding.
+    """
+
+    def write(k, v, new, window):
+        return _write_chunk(k, v, *new, start, count, bool(window))
+
+    def advance(state, new):
+        return _commit(state, new, None, count)
+
+    return _updated(cache, kv, write, advance, cache.lengths)
+
+
+def _updated(cache: KVCache, kv: tuple, write: Any, advance: Any, lengths: Array) -> KVCache:
+    """Returns the cache after `write` of each layer with attention and `advance` of the others."""
     layers = zip(cache.k, cache.v, kv, cache.windows, strict=True)
-    updated = [
-        _append(k, v, *new, path, start, count, bool(window)) for k, v, new, window in layers
-    ]
+    updated = [(k, v) if k is None else write(k, v, new, w) for k, v, new, w in layers]
     k, v = zip(*updated, strict=True)
-    return dataclasses.replace(cache, k=k, v=v, lengths=cache.lengths + count)
+    states = tuple(
+        state if state is None else advance(state, new)
+        for state, new in zip(cache.states, kv[: len(cache.states)], strict=True)
+    )
+    return dataclasses.replace(cache, k=k, v=v, states=states, lengths=lengths)
+
+
+@functools.partial(jax.jit, static_argnames="is_ring")  # traced once for all layers
+def _write_chunk(k, v, new_k, new_v, slot, count, is_ring: bool) -> tuple[Array, Array]:
+    """Returns keys and values of a layer with those of a chunk."""
+
+    def write(slots, entries):
+        entries = jax.tree.map(lambda x: x.swapaxes(1, 2), entries)
+        if is_ring:
+            return write_ring(slots, entries, jnp.broadcast_to(slot, count.shape), count)
+        return jax.tree.map(
+            lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, slot, 2), slots, entries
+        )
+
+    new_k, new_v = as_stored((new_k, new_v), k)
+    return write(k, new_k), write(v, new_v)
 
 
 @functools.partial(jax.jit, static_argnames="is_ring")  # traced once for all layers
@@ -194,10 +275,21 @@ def _append(k, v, new_k, new_v, path, start, count, is_ring: bool) -> tuple[Arra
 def restore(before: KVCache, after: KVCache) -> KVCache:
     """Returns the cache `before` commits, given the one after them, whose arrays it shares.
 
-    Commits overwrite entries of rings that may be seen again, so these are those from before.
+    Commits overwrite entries of rings that may be seen again, and states: these are those from
+    before.
     """
 
     def layers(old, new):
         return tuple(x if w else y for w, x, y in zip(before.windows, old, new, strict=True))
 
     return dataclasses.replace(before, k=layers(before.k, after.k), v=layers(before.v, after.v))
+
+
+def without_old_states(cache: KVCache) -> KVCache:
+    """Returns the cache with empty states in rows without tokens, which may have another text's."""
+    has_text = cache.lengths > 0
+
+    def clear(x):
+        return jnp.where(has_text.reshape(-1, *[1] * (x.ndim - 1)), x, 0)
+
+    return dataclasses.replace(cache, states=jax.tree.map(clear, cache.states))

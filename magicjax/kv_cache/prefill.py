@@ -2,11 +2,10 @@
 
 A chunk attends to the cache so far and, under a triangular mask, to itself. Scores of the whole
 text are never materialized. Ragged rows are right-padded. Only padding attends to padding, and its
-entries are beyond the row's length, where later commits overwrite them.
+entries are beyond the row's length, where later commits overwrite them. No state has padding.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -46,8 +45,9 @@ def prefill_cache(
       settings: `chunk`, `capacity` and `backend` are read.
       stats_spec: the statistics to keep.
       cache: holds the first `cache.lengths` tokens of each row, fewer than `lengths`. Rows longer
-        than the shortest one are computed again from its end; a cache with rings must have one row
-        (ValueError). None: an empty cache is made.
+        than the shortest one are computed again from its end; a cache with rings or states must
+        have one row (ValueError). States must be those of so many tokens; those of rows without
+        tokens are not read. None: an empty cache is made.
       layer_inputs: the result of earlier passes, as in `ModelStats`; None without earlier passes.
     """
     config, chunk, batch = model.config, settings.chunk, tokens.shape[0]
@@ -56,11 +56,12 @@ def prefill_cache(
     if cache is None:
         cache = full_cache.empty(model, batch, settings.capacity)
     else:
-        if batch > 1 and any(cache.windows):
+        if batch > 1 and (any(cache.windows) or cache.states):
             raise ValueError(
-                f"a cache of {batch} rows with sliding windows cannot be continued, because its "
-                "rings may lack what the shortest row needs: continue row by row"
+                f"a cache of {batch} rows with sliding windows or states cannot be continued, "
+                "because it may lack what the shortest row needs: continue row by row"
             )
+        cache = full_cache.without_old_states(cache)
         first = cache.lengths.min()
         chunks = -(-(lengths.max() - first) // chunk)
     keep_queries = stats_spec.window > 0 or stats_spec.total
@@ -73,24 +74,24 @@ def prefill_cache(
         positions = jnp.minimum(start + jnp.arange(chunk), config.max_positions - 1)
         cache = cache.replace(lengths=jnp.minimum(start, lengths))
         positions = jnp.broadcast_to(positions, part.shape)
-        attend = AttendTo(cache, triangle, settings.backend, keep_queries, positions=positions)
+        attend = AttendTo(
+            cache, triangle, settings.backend, keep_queries, is_chain=True, positions=positions
+        )
         hidden, aux, inputs = model(part, positions, attend, stats_spec.layer_inputs)
         keys_values, queries = zip(*aux, strict=True)
         slot = start + full_cache.zero_after(hidden[:1, 0].argmax(-1)[0])
         count = jnp.clip(lengths - slot, 0, chunk)
-        layers = zip(cache.k, cache.v, keys_values, cache.windows, strict=True)
-        updated = [_write(k, v, *new, slot, count, bool(window)) for k, v, new, window in layers]
-        k, v = zip(*updated, strict=True)
+        cache = full_cache.write_chunk(cache, keys_values, slot, count)
         index = jnp.clip(lengths - 1 - start, 0, chunk - 1)
         ends_here = (lengths > start) & (lengths <= start + chunk)
         chunk_last = jnp.take_along_axis(hidden, index[:, None, None], 1)[:, 0]
-        stats = _update(model, stats, queries, k, start, lengths, settings.backend)
+        stats = _update(model, stats, queries, cache.k, start, lengths, settings.backend)
         kept = {
             layer: jax.lax.dynamic_update_slice_in_dim(stats.layer_inputs[layer], x, start, 1)
             for layer, x in inputs.items()
         }
         stats = dataclasses.replace(stats, layer_inputs=kept)
-        return cache.replace(k=k, v=v), jnp.where(ends_here[:, None], chunk_last, last), stats
+        return cache, jnp.where(ends_here[:, None], chunk_last, last), stats
 
     last = jnp.zeros((batch, config.hidden_size), model.dtype)
     stats = _empty_stats(model, cache, stats_spec, tokens.shape[1])
@@ -99,23 +100,6 @@ def prefill_cache(
     carry = cache, last, stats
     cache, last, stats = jax.lax.fori_loop(0, chunks, run_chunk, carry)
     return dataclasses.replace(cache, lengths=lengths), last, stats
-
-
-@functools.partial(jax.jit, static_argnames="is_ring")  # traced once for all layers
-def _write(k, v, new_k, new_v, slot, count, is_ring: bool) -> tuple[Array, Array]:
-    """Returns keys and values of a layer with those of a chunk."""
-
-    def write(slots, entries):
-        entries = jax.tree.map(lambda x: x.swapaxes(1, 2), entries)
-        if is_ring:
-            rows = jnp.broadcast_to(slot, count.shape)
-            return full_cache.write_ring(slots, entries, rows, count)
-        return jax.tree.map(
-            lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, slot, 2), slots, entries
-        )
-
-    new_k, new_v = full_cache.as_stored((new_k, new_v), k)
-    return write(k, new_k), write(v, new_v)
 
 
 def _empty_stats(model: Model, cache: KVCache, stats_spec: StatsSpec, length: int) -> ModelStats:

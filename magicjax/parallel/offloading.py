@@ -117,6 +117,15 @@ def free_host_memory() -> int | None:
     return min(free, default=None)
 
 
+def check_layers(config: Any) -> None:
+    """Raises ValueError if the layers of a model cannot be stacked and streamed."""
+    if getattr(config, "linear_layers", ()):
+        raise ValueError(
+            f"offload with layers of two kinds (gated delta nets, family {config.family!r}) is not "
+            "supported: load the model without offload"
+        )
+
+
 def check_offload(offload: Any) -> None:
     """Raises ValueError unless `offload` is True or False."""
     if not isinstance(offload, bool):

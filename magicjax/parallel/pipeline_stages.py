@@ -26,6 +26,11 @@ from sharding import STAGES
 def check_layers(config: Any, stages: int) -> None:
     """Raises ValueError unless the layers divide over the stages into equal parts."""
     layers = config.num_layers
+    if stages > 1 and getattr(config, "linear_layers", ()):
+        raise ValueError(
+            f"stage={stages} with gated delta nets (family {config.family!r}) is not supported: "
+            "use a mesh without stages"
+        )
     names = ("slides", "rotations")  # which another decoder than the package's does not have
     kinds = list(zip(*(getattr(config, name, (0,) * layers) for name in names), strict=True))
 

@@ -1,5 +1,6 @@
 """Tiny random models of every family."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,6 +13,7 @@ from tests.magicjax import tiny
 SIZES = dict(hidden_size=32, intermediate_size=48, num_heads=4, num_layers=2, max_positions=64)
 GEMMA = dict(num_kv_heads=1, head_dim=16, activation="gelu_pytorch_tanh")
 FALCON = dict(family="falcon", activation="gelu")
+DELTA_NET = models.DeltaNetShape(key_heads=2, value_heads=4, key_dim=8, value_dim=6, conv_width=3)
 KINDS = {
     "opt": dict(family="opt"),
     "gpt2": dict(family="gpt2", activation="gelu_new"),
@@ -73,8 +75,30 @@ KINDS = {
         residual_multiplier=0.6,
         logits_divisor=2.0,
     ),
+    "qwen3-next": dict(
+        family="qwen3_next",
+        num_layers=3,
+        num_kv_heads=2,
+        linear_layers=(0, 2),
+        delta_net=DELTA_NET,
+        positions=models.Rope(partial_rotary_factor=0.5),
+        num_experts=6,
+        experts_per_token=2,
+        shared_expert_size=24,
+    ),
+    "qwen3.5": dict(
+        family="qwen3_5_text",
+        num_layers=3,
+        num_kv_heads=2,
+        linear_layers=(0, 2),
+        delta_net=dataclasses.replace(DELTA_NET, conv_width=4),
+        positions=models.Rope(partial_rotary_factor=0.5),
+    ),
     "phi-4": dict(family="phi3", num_kv_heads=2, positions=models.Rope(partial_rotary_factor=0.75)),
 }
+
+HYBRID = ("qwen3-next", "qwen3.5")  # have layers with states
+WITHOUT_STATES = [kind for kind in KINDS if kind not in HYBRID]
 
 
 @functools.cache

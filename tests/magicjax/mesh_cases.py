@@ -134,7 +134,10 @@ CASES = {
     "MPT": (self_speculation(), TREE, {}, "mpt"),
     "MPT sampled": (small(), magicjax.chain(3), SAMPLED, "mpt"),
     "StarCoder": (small(), TREE, {}, "starcoder"),
-    **{f"family {kind}": (self_speculation(), TREE, {}, kind) for kind in family_cases.KINDS},
+    **{
+        f"family {kind}": (self_speculation(), TREE, {}, kind)
+        for kind in family_cases.WITHOUT_STATES
+    },
     "int4": (self_speculation(), magicjax.chain(3), {}, INT4),
     "int4 small sampled": (small(), TREE, SAMPLED, INT4),
 }

@@ -38,6 +38,18 @@ DRAFTERS = ("self", "other", "same", "near", "ensemble")
 SINKS, BUDGET = 2, 12  # the ring is smaller than most prompts, and wraps while decoding
 
 
+HYBRID = dict(
+    linear_layers=(0,),
+    delta_net=models.DeltaNetShape(
+        key_heads=2, value_heads=4, key_dim=8, value_dim=6, conv_width=4
+    ),
+    attention_gate=True,
+    qk_norm=True,
+    norm="rms_plus_one",
+    family="qwen3_5_text",
+)
+
+
 def config(**changes) -> models.DecoderConfig:
     shapes = dict(
         vocab_size=VOCAB,
@@ -73,12 +85,15 @@ def loud(params, rng, noise: float, never: int | None = NEVER):
 def model(kind: str = "target", dtype: str = "float32") -> magicjax.Model:
     """Returns a model: the `target`, one `near` it (its weights with noise), or an `other`.
 
-    `long`, `long near`: the first two with more positions. `int8 cache`: the target with its cache
-    in 8 bits. The weights are the same numbers in every dtype.
+    `long`, `long near`: the first two with more positions. `hybrid`, `hybrid near`: with a gated
+    delta net. `int8 cache`: the target with its cache in 8 bits. The weights are the same numbers
+    in every dtype.
     """
     if kind == "int8 cache":
         return dataclasses.replace(model("target", dtype), kv_bits=8)
     shape = config(num_layers=1, hidden_size=16, num_kv_heads=4) if kind == "other" else config()
+    if kind.startswith("hybrid"):
+        shape = config(**HYBRID)
     if kind.startswith("long"):
         shape = config(max_positions=4096)
     random = drawn(shape, 1 if kind == "other" else 0)

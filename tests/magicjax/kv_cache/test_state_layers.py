@@ -1,0 +1,195 @@
+"""Trees and chains through layers with states equal the recurrence, token by token on each path."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from magicjax.kv_cache import state_layers
+from magicjax.kv_cache.state_layers import LayerState
+from models.gated_delta import DeltaNetInputs, DeltaNetShape
+
+SHAPE = DeltaNetShape(key_heads=2, value_heads=4, key_dim=8, value_dim=6, conv_width=4)
+TREES, NODES, CHAIN = 300, 32, 150
+TOLERANCE = {"float64": 1e-10, "float32": 2e-5}
+
+
+def drawn(rows: int, tokens: int, dtype) -> tuple[DeltaNetInputs, LayerState]:
+    """Returns random inputs, with decays from 1 to nearly 0, and states before them."""
+    rng, s = np.random.default_rng(0), SHAPE
+    heads = rows, tokens, s.value_heads
+    inputs = DeltaNetInputs(
+        rng.normal(size=(rows, tokens, s.channels)),
+        -rng.exponential(rng.choice([0.01, 0.3, 9.0], heads)),
+        rng.uniform(size=heads),
+        rng.normal(size=(s.channels, s.conv_width)),
+        s,
+    )
+    sizes = rows, s.value_heads, s.key_dim, s.value_dim
+    before = rng.normal(size=(rows, s.conv_width - 1, s.channels))
+    state = LayerState(rng.normal(size=sizes), before)
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), (inputs, state))
+
+
+def random_trees() -> np.ndarray:
+    """Returns parents [B, N] of trees of 1 to N nodes, -1 for the root and padding."""
+    rng = np.random.default_rng(1)
+    parents = np.full((TREES, NODES), -1)
+    for row in parents:
+        size, deep = rng.integers(1, NODES + 1), rng.integers(1, 5)
+        for node in range(1, size):
+            row[node] = rng.integers(max(0, node - deep), node)
+    return parents
+
+
+def paths_of(parents) -> list[list[int]]:
+    """Returns the nodes from the root to each node."""
+    paths: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else ()), node])
+    return paths
+
+
+def tree_arguments(parents) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the mask [B, N, N] and the positions [B, N] of trees whose roots are at 7."""
+    mask, positions = np.zeros((*parents.shape, NODES), bool), np.zeros(parents.shape, np.int32)
+    for row, own in enumerate(parents):
+        for node, path in enumerate(paths_of(own)):
+            mask[row, node, path] = True
+            positions[row, node] = 7 + len(path) - 1
+    return mask, positions
+
+
+def by_paths(
+    inputs, state, row: int, parents, decay_late: int = 0, convolve_late: int = 0
+) -> tuple[np.ndarray, list]:
+    """Returns the outputs of a row's nodes, and (s, inputs) after each, token by token.
+
+    For controls, a node takes the decay of an earlier node, or the convolution ends one before it.
+    """
+    x, g, beta, kernel, s, old = (
+        np.asarray(y, np.float64)
+        for y in (inputs.x, inputs.log_decay, inputs.beta, inputs.kernel, state.s, state.inputs)
+    )
+    shape, out, states = inputs.shape, [], []
+    groups = shape.value_heads // shape.key_heads
+    for node, parent in enumerate(parents):
+        before, window = (s[row], old[row]) if parent < 0 else states[parent]
+        window = np.concatenate([window, x[row, node][None]])
+        mixed = (np.roll(window, convolve_late, 0) * kernel.T).sum(0)
+        mixed = mixed / (1 + np.exp(-mixed))
+        q, k, v = np.split(mixed, np.cumsum([shape.key_heads * shape.key_dim] * 2))
+        q, k = (y.reshape(shape.key_heads, -1).repeat(groups, 0) for y in (q, k))
+        q, k = (y / np.sqrt((y * y).sum(-1, keepdims=True) + 1e-6) for y in (q, k))
+        v = v.reshape(shape.value_heads, -1)
+        now = np.exp(g[row, max(0, node - decay_late)])[:, None, None] * before
+        update = beta[row, node][:, None] * (v - np.einsum("hdv,hd->hv", now, k))
+        now = now + k[:, :, None] * update[:, None]
+        out.append(np.einsum("hdv,hd->hv", now, q) / np.sqrt(shape.key_dim))
+        states.append((now, window[1:]))
+    return np.array(out), states
+
+
+def largest_error(found, expected) -> float:
+    return float(np.abs(np.asarray(found, np.float64) - expected).max())
+
+
+_run_tree = jax.jit(state_layers.run_tree)
+_commit = jax.jit(state_layers.commit)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_tree_in_one_pass_is_the_recurrence_on_every_path(dtype):
+    with jax.enable_x64(dtype == "float64"):
+        parents, rng = random_trees(), np.random.default_rng(2)
+        inputs, state = drawn(TREES, NODES, dtype)
+        out, nodes = _run_tree(inputs, state, *tree_arguments(parents))
+        errors, ends, counts, paths = [], [], [], np.zeros((TREES, NODES), np.int32)
+        for row, own in enumerate(parents):
+            expected, states = by_paths(inputs, state, row, own)
+            path = paths_of(own)[rng.integers(NODES)]
+            counts.append(rng.integers(len(path) + 1))
+            paths[row, : len(path)], paths[row, len(path) :] = path, path[-1]
+            before = np.asarray(state.s[row]), np.asarray(state.inputs[row])
+            ends.append(states[path[counts[-1] - 1]] if counts[-1] else before)
+            errors.append(largest_error(out[row], expected))
+        assert max(errors) < TOLERANCE[dtype]
+        after = _commit(state, nodes, paths, np.array(counts, np.int32))
+        for found, wanted in zip((after.s, after.inputs), zip(*ends, strict=True), strict=True):
+            assert largest_error(found, np.array(wanted)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("rule", ["sibling", "decay_late", "convolve_late"])
+def test_a_wrong_rule_has_other_outputs(rule):
+    """Negative control."""
+    parents = random_trees()
+    inputs, state = drawn(TREES, NODES, "float32")
+    mask, positions = tree_arguments(parents)
+    wrong: dict = {}
+    siblings = (parents[:, :, None] == parents[:, None]) & (parents >= 0)[:, None]
+    if rule == "sibling":  # a node also sees those before it below the same parent
+        mask |= siblings & np.tril(np.ones((NODES, NODES), bool), -1)
+    else:
+        wrong[rule] = 1
+    out, _ = _run_tree(inputs, state, mask, positions)
+    rows = [row for row, own in enumerate(parents) if siblings[row].sum() > NODES][:20]
+    assert len(rows) == 20
+    for row in rows:
+        size = (parents[row] >= 0).sum() + 1
+        expected, _ = by_paths(inputs, state, row, parents[row], **wrong)
+        assert largest_error(out[row, :size], expected[:size]) > 1e-3
+
+
+def test_levels_are_the_tree_and_padding_is_dropped():
+    """A draft fills the nodes level by level; each row has a tree of its own."""
+    parents = random_trees()[:40]
+    inputs, state = jax.tree.map(
+        lambda x: x[:40] if x.ndim > 2 else x, drawn(TREES, NODES, "float32")
+    )
+    mask, positions = tree_arguments(parents)
+    expected, _ = _run_tree(inputs, state, mask, positions)
+    parents = np.broadcast_to(parents[7], parents.shape)  # one shape for all, as of a static tree
+    mask, positions = tree_arguments(parents)
+    expected, of_tree = _run_tree(inputs, state, mask, positions)
+    level = jax.jit(state_layers.run_level)
+    drafted = state_layers.empty_nodes(state, 40, NODES)
+    size, first = int((parents[0] >= 0).sum()) + 1, np.full(40, 7, np.int32)
+    for depth in range(NODES):
+        nodes = np.flatnonzero(positions[0, :size] == 7 + depth)
+        if not len(nodes):
+            break
+        nodes = np.pad(nodes, (0, 6 - len(nodes)), constant_values=NODES)  # padding
+        at = np.minimum(nodes, NODES - 1)
+        own = jax.tree.map(lambda x, at=at: x[:, at] if x.ndim > 2 else x, inputs)
+        seen = mask[:, at] & (nodes < NODES)[:, None]
+        out, drafted = level(own, state, drafted, nodes, seen, positions[:, at], first)
+        live = nodes[nodes < NODES]
+        assert largest_error(out[:, : len(live)], np.asarray(expected)[:, live]) < 2e-5
+    for name in ("x", "k", "d", "log_decay"):
+        found, wanted = (np.asarray(getattr(y, name))[:, :size] for y in (drafted, of_tree))
+        assert largest_error(found, wanted) < 2e-5
+
+
+def test_a_chain_in_parts_is_the_recurrence_and_padding_leaves_the_state():
+    inputs, state = drawn(3, CHAIN, "float32")
+    parents = np.arange(-1, CHAIN - 1)
+    out, nodes = jax.jit(state_layers.run_chain)(inputs, state)
+    counts = np.array([CHAIN, 1, 0], np.int32)
+    after = _commit(state, nodes, None, counts)
+    for row, count in enumerate(counts):
+        expected, states = by_paths(inputs, state, row, parents)
+        assert largest_error(out[row], expected) < 2e-5
+        wanted = states[count - 1] if count else (state.s[row], state.inputs[row])
+        for found, values in zip((after.s[row], after.inputs[row]), wanted, strict=True):
+            assert largest_error(found, np.asarray(values)) < 2e-5
+
+
+def test_a_part_of_the_rows_is_advanced_in_place():
+    inputs, state = drawn(4, 8, "float32")
+    part = jax.tree.map(lambda x: x[:2] if x.ndim > 2 else x, inputs)
+    _, nodes = jax.jit(state_layers.run_chain)(part, state)
+    after = _commit(state, nodes, None, np.array([8, 3], np.int32))
+    alone = _commit(jax.tree.map(lambda x: x[:2], state), nodes, None, np.array([8, 3], np.int32))
+    for found, own, old in zip(*map(jax.tree.leaves, (after, alone, state)), strict=True):
+        np.testing.assert_array_equal(found[:2], own)
+        np.testing.assert_array_equal(found[2:], old[2:])
