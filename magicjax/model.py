@@ -109,9 +109,7 @@ class Model:
     @property
     def state_bytes(self) -> int:
         """The bytes of a row's states in all layers that have one."""
-        if not any(self.linear):
-            return 0
-        return sum(self.linear) * self.config.delta_net.state_bytes(self.dtype.itemsize)
+        return self.config.state_bytes(self.dtype.itemsize) if any(self.linear) else 0
 
     def kv_bytes(self, batch: int, slots: int) -> int:
         """Returns the bytes of a cache: of keys and values, and of states.

@@ -47,7 +47,8 @@ def build(
 def blocks_in(config: DecoderConfig, form: WeightFormat | str | None) -> MatrixFormats:
     """Returns the formats of a model whose blocks' matrices have all the same; None: none have."""
     layers = range(config.num_layers) if form is not None else ()
-    names = (f"{BLOCK}{layer}/{name}" for layer in layers for name in config.matrix_inputs())
+    inputs = {layer: config.matrix_inputs(layer=layer) for layer in layers}
+    names = (f"{BLOCK}{layer}/{name}" for layer in layers for name in inputs[layer])
     return MatrixFormats(tuple((name, str(form)) for name in names))
 
 
@@ -56,18 +57,18 @@ def block_params(module: nn.Module, layer: int = 0) -> dict[str, Any]:
     return jax.eval_shape(lambda key: _init_block(module, key, layer), jax.random.key(0))
 
 
-def quantize_block(block: dict[str, Any], module: nn.Module) -> dict[str, Any]:
-    """Returns one layer's parameters with matrices quantized as in the first layer, on the host.
+def quantize_block(block: dict[str, Any], module: nn.Module, layer: int = 0) -> dict[str, Any]:
+    """Returns one layer's parameters with matrices quantized as in `layer`, on the host.
 
     Matrices that are quantized already remain.
     """
-    formats = module.weights.within(f"{BLOCK}0")
-    return quantize_params(block, nn.meta.unbox(_block_shapes(module)), formats)
+    formats = module.weights.within(f"{BLOCK}{layer}")
+    return quantize_params(block, nn.meta.unbox(_block_shapes(module, layer)), formats)
 
 
 @functools.lru_cache(maxsize=8)
-def _block_shapes(module: nn.Module) -> dict[str, Any]:
-    return block_params(module)
+def _block_shapes(module: nn.Module, layer: int) -> dict[str, Any]:
+    return block_params(module, layer)
 
 
 def _init_block(module: nn.Module, key: jax.Array, layer: int = 0) -> dict[str, Any]:

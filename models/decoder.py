@@ -316,6 +316,13 @@ class DecoderConfig:
         """Whether each layer is a gated delta net."""
         return tuple(layer in self.linear_layers for layer in range(self.num_layers))
 
+    def state_bytes(self, itemsize: int) -> int:
+        """Returns the bytes of a row's states in all gated delta nets.
+
+        `itemsize` is that of activations.
+        """
+        return sum(self.linear) * (self.delta_net.state_bytes(itemsize) if self.delta_net else 0)
+
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer; None: it sees all that the model accepts."""
@@ -406,13 +413,29 @@ class DecoderConfig:
             return self.hidden_size, EMBED
         return self.embedding_size, None
 
-    def matrix_inputs(self, shards: int = 1) -> dict[str, int]:
-        """Returns the inputs of each matrix of a block on one of `shards` devices, by name."""
-        inputs = {f"attention/{name}": self.hidden_size for name in "qkv"}
-        inputs["attention/out"] = self.num_heads * self.head_dim // shards
-        inputs |= {f"mlp/{name}": self.hidden_size for name in ("gate", "up")[not self.gated :]}
+    def matrix_inputs(self, shards: int = 1, layer: int | None = None) -> dict[str, int]:
+        """Returns the inputs of each matrix of a block on one of `shards` devices, by name.
+
+        Args:
+          shards: number of devices that divide the model.
+          layer: the block; None: matrices that any has.
+        """
+        width, up = self.hidden_size, ("gate", "up")[not self.gated :]
+        inputs = dict[str, int]()
+        if layer is None or not self.linear[layer]:
+            names = (*"qkv", *("gate",) * self.attention_gate)
+            inputs |= {f"attention/{name}": width for name in names}
+            inputs["attention/out"] = self.num_heads * self.head_dim // shards
+        if (shape := self.delta_net) is not None and (layer is None or self.linear[layer]):
+            inputs |= {f"delta_net/{name}": width for name in "qkvz"}
+            inputs["delta_net/out"] = shape.value_heads * shape.value_dim
+        inputs |= {f"mlp/{name}": width for name in up}
         parts = shards if self.num_experts is None else 1  # experts are divided, not their widths
-        return inputs | {"mlp/down": self.intermediate_size // parts}
+        inputs["mlp/down"] = self.intermediate_size // parts
+        if self.shared_expert_size is not None:
+            inputs |= {f"mlp/shared/{name}": width for name in up}
+            inputs["mlp/shared/down"] = self.shared_expert_size // shards
+        return inputs
 
     def activate(self, first: Array, *others: Array) -> Array:
         """Returns the hidden units of the MLP: of its gate and `up`, or of `up` alone."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from models.decoder import DecoderConfig
 from models.families import family_config
+from models.gated_delta import DeltaNetShape
 from models.positions import Rope
 
 
@@ -51,6 +52,24 @@ def _qwen_2_5(
         positions=Rope(theta=1000000.0),
         norm_eps=eps,
         family="qwen2",
+    )
+
+
+def _hybrid(
+    family: str, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **more: Any
+) -> DecoderConfig:
+    """Returns a model of which three of four layers are gated delta nets (Qwen)."""
+    shape = DeltaNetShape(16, more.pop("value_heads", 32), 128, 128, 4)
+    return _llama(
+        *(hidden, intermediate, layers, heads, kv_heads),
+        head_dim=256,
+        max_positions=262144,
+        positions=Rope(theta=10000000.0, partial_rotary_factor=0.25),
+        norm_eps=1e-6,
+        linear_layers=tuple(layer for layer in range(layers) if layer % 4 < 3),
+        delta_net=shape,
+        family=family,
+        **more,
     )
 
 
@@ -257,6 +276,23 @@ PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
             num_experts=128,
             experts_per_token=8,
             family="qwen3_moe",
+        ),
+        "qwen3-next-80b-a3b": _hybrid(
+            *("qwen3_next", 2048, 512, 48, 16, 2),
+            vocab_size=151936,
+            num_experts=512,
+            experts_per_token=10,
+            shared_expert_size=512,
+        ),
+        "qwen3.5-27b": _hybrid(
+            *("qwen3_5_text", 5120, 17408, 64, 24, 4), vocab_size=248320, value_heads=48
+        ),
+        "qwen3.5-35b-a3b": _hybrid(
+            *("qwen3_5_moe_text", 2048, 512, 40, 16, 2),
+            vocab_size=248320,
+            num_experts=256,
+            experts_per_token=8,
+            shared_expert_size=512,
         ),
         "gpt-oss-20b": _gpt_oss(layers=24, experts=32),
         "gpt-oss-120b": _gpt_oss(layers=36, experts=128),

@@ -205,7 +205,7 @@ def quantized(whole: magicjax.Model, weights: str) -> magicjax.Model:
     """Returns the model with quantized matrices."""
     module = models.build(whole.config, whole.dtype, models.WeightFormat.parse(weights))
     rest, layers = models.split_blocks(jax.device_get(whole.params))
-    blocks = {f"layers_{i}": models.quantize_block(x, module) for i, x in enumerate(layers)}
+    blocks = {f"layers_{i}": models.quantize_block(x, module, i) for i, x in enumerate(layers)}
     params = jax.device_put({"params": rest["params"] | blocks})
     return dataclasses.replace(whole, module=module, params=params)
 

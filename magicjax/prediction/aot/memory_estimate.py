@@ -121,7 +121,14 @@ def _activations(model: Model, request: Request, tokens: int, logits: int) -> in
     if request.settings.backend == "xla":
         slots = min(BLOCK, request.settings.capacity)
         attention += SCORES * FLOAT32 * slots * c.num_heads // split.shards
-    new = 2 * item * c.num_layers * c.num_kv_heads * c.kv_head_dim // split.kv_shards
+    new = (
+        2
+        * item
+        * (c.num_layers - sum(c.linear))
+        * c.num_kv_heads
+        * c.kv_head_dim
+        // split.kv_shards
+    )
     if model.layout.stages > 1:  # of a stage, for all rows and one more micro-batch
         parts = model.layout.micro_batches
         new = new * (parts + 1) // (parts * model.layout.stages)

@@ -29,7 +29,7 @@ class Sizes:
       name: for error messages.
       num_layers, hidden_size, num_heads, num_kv_heads, vocab_size: from its config.
       head_dim: head size of the KV cache.
-      attention: elements of the q, k, v and out matrices of all layers.
+      attention: elements of the matrices of attention and of gated delta nets in all layers.
       mlp: elements of the MLP matrices.
       unembedding: elements of the output matrix.
       small: elements of norms and biases.
@@ -44,6 +44,8 @@ class Sizes:
         counts; 0: no mixture.
       kv_bits: bits per element of the cache; None: `itemsize` counts.
       joint_norms: whether layers have norms over all heads, which devices sum.
+      state_layers, state_bytes: the number of layers that have a state in place of keys and values,
+        and the bytes of a row's states in all of them.
     """
 
     name: str
@@ -68,6 +70,8 @@ class Sizes:
     experts_per_token: int = 0
     kv_bits: int | None = None
     joint_norms: bool = False
+    state_layers: int = 0
+    state_bytes: int = 0
 
     @property
     def key(self) -> str:
@@ -81,7 +85,9 @@ class Sizes:
         mixture = f"-experts-{self.experts}-{self.experts_per_token}" * bool(self.experts)
         cache = f"-kv-{self.kv_bits}" * (self.kv_bits is not None)
         norms = "-joint-norms" * self.joint_norms
-        rest = quantized, windows, mixture, cache, norms, "-streamed" * self.streamed
+        states = f"-states-{self.state_layers}-{self.state_bytes}" * bool(self.state_layers)
+        streamed = "-streamed" * self.streamed
+        rest = quantized, windows, mixture, cache, norms, states, streamed
         return "-".join(map(str, numbers)) + "".join(rest)
 
     def with_layers(self, count: int) -> "Sizes":
@@ -93,12 +99,19 @@ class Sizes:
             mlp=self.mlp * count // self.num_layers,
             small=self.small * count // self.num_layers,
             windowed_layers=self.windowed_layers * count // self.num_layers,
+            state_layers=self.state_layers * count // self.num_layers,
+            state_bytes=self.state_bytes * count // self.num_layers,
         )
 
     def slots_per_layer(self, slots: float) -> float:
-        """Returns the mean over layers of the slots that see a text of `slots` tokens."""
+        """Returns the mean over layers with slots of those that see a text of `slots` tokens."""
         saved = max(0, slots - self.window) * self.windowed_layers
-        return slots - saved / self.num_layers
+        return slots - saved / max(1, self.slot_layers)
+
+    @property
+    def slot_layers(self) -> int:
+        """The number of layers with keys and values."""
+        return self.num_layers - self.state_layers
 
     def active_share(self, tokens: int) -> float:
         """Returns the expected part of the experts that any of the tokens uses; 1 without experts.
@@ -141,7 +154,7 @@ class Sizes:
         None: elements have the model's dtype.
         """
         vector = self.head_dim * self.itemsize if bits is None else self.head_dim * bits / 8 + 4
-        return 2 * self.num_layers * self.num_kv_heads * vector
+        return 2 * self.slot_layers * self.num_kv_heads * vector
 
 
 @functools.lru_cache(maxsize=64)
@@ -176,7 +189,8 @@ def sizes_of(
         elif keys[-1] in ("embedding", "position_embedding", "vocab_map"):
             counted["tables"] += elements
         elif keys[-1] == "weight":
-            counted["attention" if keys[-2] in ("q", "k", "v", "out") else "mlp"] += elements
+            mixes = keys[-2] in ("q", "k", "v", "out") or keys[-3] in ("attention", "delta_net")
+            counted["attention" if mixes else "mlp"] += elements
             matrix_bytes += array_bytes(leaf.shape, leaf.dtype)
         elif keys[-1] in ("scale", "zero") and len(leaf.shape) > 1:  # a norm's scale is a vector
             matrix_bytes += array_bytes(leaf.shape, leaf.dtype)
@@ -202,6 +216,8 @@ def sizes_of(
         experts_per_token=config.experts_per_token,
         kv_bits=kv_bits,
         joint_norms=getattr(config, "joint_qk_norm", False),
+        state_layers=sum(config.linear),
+        state_bytes=config.state_bytes(module.dtype.itemsize),
         **counted,
     )
 
@@ -268,7 +284,7 @@ def pass_parts(
         moved = itemsize * elements + sizes.itemsize * small
         return Work(bytes=moved / g, flops=2 * (elements if used is None else used) * padded / g)
 
-    scores = sizes.num_layers * sizes.num_heads * sizes.head_dim * (slots + nodes)
+    scores = sizes.slot_layers * sizes.num_heads * sizes.head_dim * (slots + nodes)
     hidden = tokens * sizes.hidden_size * sizes.itemsize
     messages = 2 * sizes.num_layers if g > 1 else 0
     of_norms = messages * sizes.joint_norms  # of a number for each token
@@ -282,7 +298,8 @@ def pass_parts(
             sizes.mlp * (sizes.experts_per_token / sizes.experts if sizes.experts else 1),
         ),
         "attention": Work(
-            bytes=(rows * slots * per_slot + new_kv) / kv_shards(sizes, machine),
+            bytes=(rows * slots * per_slot + new_kv) / kv_shards(sizes, machine)
+            + 2 * rows * sizes.state_bytes,  # read and written
             flops=4 * padded * scores / g,
         ),
         "logits": linear(sizes.unembedding, sizes.output_itemsize),

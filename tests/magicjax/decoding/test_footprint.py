@@ -31,6 +31,7 @@ WORKLOADS = {
     "stages": {"drafter": "self:streaming:256", "stage": 2, "model": 2},
     "int8 caches": {"drafter": "self:streaming:256:kv_dtype=int8", "kv_dtype": "int8", "model": 2},
     "copy": {"drafter": "full:weights=int8", "model": 2},
+    "states": {"target": "qwen3.5-27b", "drafter": "prompt-lookup", "data": 2},
     "windows": {"target": "gemma-2-9b", "context": 8000, "drafter": "self:streaming:256"},
 }
 
@@ -46,12 +47,13 @@ def keys_and_values(state) -> int:
     return part_bytes((caches, list(bounds), getattr(state.drafter, "sinks", None)))
 
 
-@pytest.mark.parametrize("case", quick(WORKLOADS, "small, sharded", "windows"))
+@pytest.mark.parametrize("case", quick(WORKLOADS, "small, sharded", "states", "windows"))
 def test_the_bytes_are_those_of_the_arrays_on_each_device(case):
     load = dataclasses.replace(LOAD, **WORKLOADS[case])
     request = aot_compile.abstract_request(load, abstract_mesh(*load.mesh_size))
     counted, state = memory.count(request), Decoder(request).state_shapes()
-    assert counted.target_kv == part_bytes((state.cache.k, state.cache.v))
+    cache = state.cache
+    assert counted.target_kv == part_bytes((cache.k, cache.v, cache.states))
     assert counted.draft_kv == keys_and_values(state)
     assert counted.weights == part_bytes(request.target.params) and not counted.streamed
     drafts = [model.params for model in placement.models_of(request.drafter)]
