@@ -105,8 +105,9 @@ def run_tree(
     depth = positions - positions[:, :1]
     q, k, v = inputs.heads(_convolve(inputs, inputs.x, state, mask, back, depth))
     decays = _Decays.between(mask, inputs.log_decay, mask & ~itself)
-    d = _solve(k, v, inputs.beta, state.s, decays, mask & ~itself)
-    out = _from_state(q, state.s, decays) + _from_nodes(q, k, d, decays, mask)
+    for_k, for_q = _from_state((k, q), state.s, decays)
+    d = _solve(k, v - for_k, inputs.beta, decays, mask & ~itself)
+    out = for_q + _from_nodes(q, k, d, decays, mask)
     return out, StateNodes(inputs.x, k, d, inputs.log_decay)
 
 
@@ -145,11 +146,12 @@ def run_level(
     decays = _Decays.between(mask, log_decay, sees & ~jnp.eye(count, dtype=bool))
     among = decays.to_nodes(nodes)
     others = mask.at[:, :, nodes].set(False, mode="drop")
-    v = v - _from_nodes(k_new, k, drafted.d, decays, others)
+    for_k, for_q = _from_state((k_new, q), state.s, decays)
+    v = v - for_k - _from_nodes(k_new, k, drafted.d, decays, others)
     earlier = jnp.take(mask, nodes, 2, mode="clip") & (nodes < count)
     earlier &= ~jnp.eye(len(nodes), dtype=bool)
-    d = put(drafted.d, _solve(k_new, v, inputs.beta, state.s, among, earlier))
-    out = _from_state(q, state.s, decays) + _from_nodes(q, k, d, decays, mask)
+    d = put(drafted.d, _solve(k_new, v, inputs.beta, among, earlier))
+    out = for_q + _from_nodes(q, k, d, decays, mask)
     return out, StateNodes(x, k, d, log_decay, at, sees)
 
 
@@ -176,8 +178,9 @@ def run_chain(
     def run_part(s, part):
         q, k, v, beta, log_decay = part
         decays = _Decays.between(triangle, log_decay, strict)
-        d = _solve(k, v, beta, s, decays, strict)
-        out = _from_state(q, s, decays) + _from_nodes(q, k, d, decays, triangle)
+        for_k, for_q = _from_state((k, q), s, decays)
+        d = _solve(k, v - for_k, beta, decays, strict)
+        out = for_q + _from_nodes(q, k, d, decays, triangle)
         return _advance(s, k, d, log_decay), (out, d)
 
     parted = tuple(map(divide, (q, k, v, inputs.beta, inputs.log_decay)))
@@ -248,11 +251,6 @@ def _convolve(
     return sum(map(term, range(1, width)), term(0))
 
 
-def _grouped(x: Array, key_heads: int) -> Array:
-    """Returns [B, T, H, ...] as [B, T, Hk, H / Hk, ...]."""
-    return x.reshape(*x.shape[:2], key_heads, -1, *x.shape[3:])
-
-
 class _Decays(NamedTuple):
     """The logarithms of decays to tokens.
 
@@ -310,25 +308,35 @@ def _from_nodes(q, k, d, decays, mask) -> Float[Array, "B T H Dv"]:
 
 
 def _from_state(
-    q: Float[Array, "B T Hk Dk"], s: Float[Array, "R H Dk Dv"], decays: _Decays
-) -> Float[Array, "B T H Dv"]:
-    """Returns what each token reads of the state, which has decayed until then."""
-    batch, length, key_heads, size = q.shape
-    grouped = s[:batch].reshape(batch, key_heads, -1, size, s.shape[-1])
-    out = _einsum("btkd,bkrdv->btkrv", q, grouped)
-    return out.reshape(batch, length, -1, s.shape[-1]) * jnp.exp(decays.from_state)[..., None]
+    queries: tuple[Array, ...], s: Float[Array, "R H Dk Dv"], decays: _Decays
+) -> list[Float[Array, "B T H Dv"]]:
+    """Returns what queries [B, T, Hk, Dk] read of the state, which has decayed until then.
+
+    They read it at once, and as it is stored: it is larger than all else.
+    """
+    every = jnp.concatenate(queries, 1)
+    every = jnp.repeat(every, s.shape[1] // every.shape[2], 2)
+    out = _einsum("bthd,bhdv->bthv", every, s[: len(every)])
+    decay = jnp.exp(decays.from_state)[..., None]
+    return [part * decay for part in jnp.split(out, len(queries), 1)]
 
 
 def _solve(
     k: Float[Array, "B T Hk Dk"],
     v: Float[Array, "B T H Dv"],
     beta: Float[Array, "B T H"],
-    s: Float[Array, "R H Dk Dv"],
     decays: _Decays,
     ancestors: Bool[Array, "B T T"],
 ) -> Float[Array, "B T H Dv"]:
-    """Returns the updates of tokens by substitution; `ancestors` is strictly lower triangular."""
-    right = beta[..., None] * (v - _from_state(k, s, decays))
+    """Returns the updates of tokens by substitution.
+
+    Args:
+      k: keys.
+      v: values less what the keys read of the state and of other nodes.
+      beta, decays: of the tokens.
+      ancestors: strictly lower triangular.
+    """
+    right = beta[..., None] * v
     matrix = _weights(k, k, decays, ancestors) * beta.swapaxes(1, 2)[..., None]
     solved = jax.lax.linalg.triangular_solve(
         matrix, right.swapaxes(1, 2), left_side=True, lower=True, unit_diagonal=True
@@ -345,6 +353,6 @@ def _advance(
     """Returns the state after the tokens of a path."""
     from_here = jnp.cumsum(log_decay[:, ::-1], 1)[:, ::-1]
     after = jnp.concatenate([from_here[:, 1:], jnp.zeros_like(from_here[:, :1])], 1)
-    key_heads = k.shape[2]
-    added = _einsum("btkd,btkrv->bkrdv", k, _grouped(d * jnp.exp(after)[..., None], key_heads))
-    return s * jnp.exp(from_here[:, 0])[..., None, None] + added.reshape(s.shape)
+    k = jnp.repeat(k, s.shape[1] // k.shape[2], 2)
+    added = _einsum("bthd,bthv->bhdv", k, d * jnp.exp(after)[..., None])
+    return s * jnp.exp(from_here[:, 0])[..., None, None] + added

@@ -23,6 +23,7 @@ import magicjax
 import models
 from magicjax.decoding import program_cache
 from magicjax.drafters import cascade, draft_pass
+from magicjax.kv_cache import full_cache, state_layers
 from magicjax.trees import token_tree
 from magicjax.trees.token_tree import ROOT_ONLY
 from magicjax.verification import logits_processor, verify
@@ -265,6 +266,44 @@ def check(what: str, calls: int, settings: dict[str, float]) -> None:
     assert p > 0.001
 
 
+def joint_by_pass(target: magicjax.Model) -> dict[tuple[int, ...], float]:
+    """Returns the probability of every text, by a pass over all of them without a cache."""
+    texts = np.array([*itertools.product(range(VOCAB), repeat=LENGTH)])
+    tokens = np.concatenate([np.tile(PROMPT, (len(texts), 1)), texts], 1)
+    logits = np.asarray(logits_of(target.module, target.params, tokens), float)
+    steps = jax.nn.log_softmax(logits[:, len(PROMPT) - 1 : -1])
+    chosen = np.take_along_axis(np.asarray(steps), texts[..., None], 2)[..., 0]
+    wanted: dict[tuple[int, ...], float] = {}
+    for text, logs in zip(texts.tolist(), chosen, strict=True):
+        end = text.index(EOS) + 1 if EOS in text else LENGTH
+        wanted[tuple(text[:end])] = float(np.exp(logs[:end].sum()))
+    return wanted
+
+
+def of_all_nodes(state, nodes, path, count):
+    """Commits rejected nodes too, as a recurrence over the tree that is not rolled back."""
+    if path is None:  # a prompt
+        return state_layers.commit(state, nodes, path, count)
+    every = jnp.where(count > 0, nodes.x.shape[1], 0)
+    return state_layers.commit(state, nodes, None, every)
+
+
+@pytest.mark.parametrize("rolled_back", [True, False])
+def test_sampled_texts_of_a_target_with_states_have_its_joint_distribution(rolled_back, changed):
+    shape = tiny.config(
+        **tiny.HYBRID | dict(vocab_size=VOCAB, num_heads=2, num_kv_heads=1, max_positions=64)
+    )
+    params = tiny.loud(tiny.drawn(shape, 2), np.random.default_rng(2), noise=0.0, never=None)
+    params["params"]["unembedding"] *= 0.3  # or most texts would be one token
+    target = magicjax.Model(models.build(shape), tiny.put(params), name="hybrid")
+    if not rolled_back:  # the control
+        changed.setattr(full_cache, "_commit", of_all_nodes)
+    counts = sampled(small(1), PAIRS, ONE_CALL, target)
+    p = p_value(counts, joint_by_pass(target))
+    print(f"p = {p:.1e}")
+    assert p > 0.001 if rolled_back else p < 1e-6
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not build.is_available(), reason="needs the CPU kernels")
 def test_sampled_texts_of_a_packed_target_have_its_joint_distribution():
@@ -276,15 +315,7 @@ def test_sampled_texts_of_a_packed_target_have_its_joint_distribution():
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
     target = tiny.packed(magicjax.Model(models.build(shape), params, name="packed"))
     assert len(target.weights.texts) == 7
-    texts = np.array([*itertools.product(range(VOCAB), repeat=LENGTH)])
-    tokens = np.concatenate([np.tile(PROMPT, (len(texts), 1)), texts], 1)
-    logits = np.asarray(logits_of(target.module, target.params, tokens), float)
-    steps = jax.nn.log_softmax(logits[:, len(PROMPT) - 1 : -1])
-    chosen = np.take_along_axis(np.asarray(steps), texts[..., None], 2)[..., 0]
-    wanted: dict[tuple[int, ...], float] = {}
-    for text, logs in zip(texts.tolist(), chosen, strict=True):
-        end = text.index(EOS) + 1 if EOS in text else LENGTH
-        wanted[tuple(text[:end])] = float(np.exp(logs[:end].sum()))
+    wanted = joint_by_pass(target)
     counts = sampled(small(1), PAIRS, FEW_CALLS, target)
     assert p_value(counts, wanted) > 0.001
     moved = {text: p * (1.1 if text[0] == EOS else 1) for text, p in wanted.items()}
