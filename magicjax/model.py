@@ -107,6 +107,12 @@ class Model:
         return getattr(config, "linear", (False,) * config.num_layers)
 
     @property
+    def pinnable(self) -> tuple[bool, ...]:
+        """Whether a policy chooses entries of each layer, which sees the whole text in slots."""
+        layers = zip(self.windows, self.linear, strict=True)
+        return tuple(window is None and not linear for window, linear in layers)
+
+    @property
     def state_bytes(self) -> int:
         """The bytes of a row's states in all layers that have one."""
         return self.config.state_bytes(self.dtype.itemsize) if any(self.linear) else 0

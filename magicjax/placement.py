@@ -82,7 +82,7 @@ def split_of(config: models.DecoderConfig, shards: int | None, mesh: AnyMesh) ->
     experts = getattr(c, "num_experts", None)
     mlp, name = (c.intermediate_size, "MLP units") if experts is None else (experts, "experts")
     split = split_over(mesh, c.num_heads, c.num_kv_heads, mlp, c.vocab_size, shards, name)
-    if split.shards > 1 and getattr(c, "linear_layers", ()):
+    if split.shards > 1 and getattr(c, "linear_layers", None):
         raise ValueError(
             f"model={split.shards} with gated delta nets (family {c.family!r}) is not supported: "
             "use a mesh of the axis data, and load the model with it"

@@ -115,7 +115,7 @@ class GatedDeltaNet(nn.Module):
         embed = ((c.hidden_size, EMBED),)
         key_heads = ((s.key_heads, None), (s.key_dim, None))
         value_heads = ((s.value_heads, None), (s.value_dim, None))
-        outputs = dict(q=key_heads, k=key_heads, v=value_heads, z=value_heads)
+        outputs: dict[str, Any] = dict(q=key_heads, k=key_heads, v=value_heads, z=value_heads)
         outputs |= dict.fromkeys("ba", value_heads[:1])
 
         def projection(inputs, outputs, name):

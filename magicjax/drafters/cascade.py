@@ -137,9 +137,9 @@ class _Chain:
 
 @jax.jit  # traced once for all layers
 def _keep_path(entries: Array, path: Int[Array, "B A"], index: Int[Array, "B A"]) -> Array:
-    """Returns the entries [B, R, K, D] with those of a path also at `index`."""
+    """Returns the entries [B, R, ...] with those of a path also at `index`."""
     rows = jnp.arange(len(path))[:, None]
-    kept = jnp.take_along_axis(entries, path[:, :, None, None], 1)
+    kept = jnp.take_along_axis(entries, path.reshape(*path.shape, *[1] * (entries.ndim - 2)), 1)
     return entries.at[rows, index].set(kept, mode="drop")
 
 

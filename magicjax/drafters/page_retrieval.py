@@ -127,6 +127,12 @@ class PageRetrieval(TargetDrafter):
     def check(self, target: Model, tree: Tree, depth: int, context: int) -> None:
         """Raises ValueError if no page can be chosen, or the target cannot draft `tree`."""
         super().check(target, tree, depth, context)
+        if any(target.linear):
+            raise ValueError(
+                f"PageRetrieval (quest) does not support the layers with states (gated delta nets) "
+                f"of the target's family {target.config.family!r}: use self:streaming, full, "
+                "prompt-lookup or small:PATH"
+            )
         check_context(target, self.budget)
         windows = self.part_of(target).windows
         if target.offload and any(windows):

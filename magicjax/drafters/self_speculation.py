@@ -149,7 +149,8 @@ class SelfSpeculation(TargetDrafter):
         )
 
     def draft_cache(self, state: SelfSpeculationState, cache) -> DraftCache:
-        return state.cache
+        states = layer_skipping.of_cache(cache, self.layer_indices).states
+        return dataclasses.replace(state.cache, states=states)
 
     def commit(
         self, target, state: SelfSpeculationState, draft: None, proposal, outcome: RoundOutcome
@@ -162,7 +163,7 @@ class SelfSpeculation(TargetDrafter):
         stats = state.stats
         if stats.queries is not None:
             queries = tuple(
-                update_from_path(window, queries, path, committed, state.cache.count)
+                window and update_from_path(window, queries, path, committed, state.cache.count)
                 for window, queries in zip(stats.queries, outcome.queries, strict=True)
             )
             stats = dataclasses.replace(stats, queries=queries)
@@ -200,9 +201,8 @@ class SelfSpeculation(TargetDrafter):
             )
             stats = dataclasses.replace(stats, total=total)
         chosen = self.sparse.choose_pins(self.part_of(target), full, stats, backend)
-        pins = tuple(
-            jnp.where(due[:, None, None], new, old)
-            for new, old in zip(chosen, state.cache.pinned, strict=True)
+        pins = jax.tree.map(
+            lambda new, old: jnp.where(due[:, None, None], new, old), chosen, state.cache.pinned
         )
         counted = jnp.where(due, full.lengths, state.counted)
         return SelfSpeculationState(repin(state.cache, full, pins), stats, counted, state.rounds)

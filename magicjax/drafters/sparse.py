@@ -1,7 +1,7 @@
 """Sparse draft caches: a policy and a budget, validated, and turned into a cache."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
@@ -97,7 +97,7 @@ class SparseSettings:
                 "larger budget, or a smaller `recent`"
             )
         self._check_windows(model, needed, because)
-        layers = model.windows.count(None)
+        layers = model.pinnable.count(True)
         if not layers:
             return
         pinned, total = self.policy.pinned(self.budget, layers), layers * self.num_pinned
@@ -124,15 +124,20 @@ class SparseSettings:
     def slots(self, model: Model) -> tuple[int, ...]:
         """Returns C of each layer, the slots of the cache."""
         pinned = self._pinned(model)
+        layers = zip(pinned, model.windows, model.linear, strict=True)
         return tuple(
-            self.ring + count if window is None else window_slots(window, self.budget)
-            for count, window in zip(pinned, model.windows, strict=True)
+            0
+            if linear
+            else self.ring + count
+            if window is None
+            else window_slots(window, self.budget)
+            for count, window, linear in layers
         )
 
     def _pinned(self, model: Model) -> tuple[int, ...]:
-        """Returns P of each layer: none in those with a sliding window."""
-        counts = iter(self.policy.pinned(self.budget, model.windows.count(None)))
-        return tuple(0 if window else next(counts) for window in model.windows)
+        """Returns P of each layer: none in those with a sliding window or a state."""
+        counts = iter(self.policy.pinned(self.budget, model.pinnable.count(True)))
+        return tuple(next(counts) if pinnable else 0 for pinnable in model.pinnable)
 
     def stats_spec(self, refreshes: bool = False) -> StatsSpec:
         """Returns the attention statistics that the policy needs."""
@@ -143,7 +148,9 @@ class SparseSettings:
         """Returns the statistics that the policy needs; an ensemble can have collected more."""
         queries, window = stats.queries, self.policy.window
         if queries is not None:
-            queries = tuple(newest(layer, window) for layer in queries) if window else None
+            queries = (
+                tuple(layer and newest(layer, window) for layer in queries) if window else None
+            )
         total = stats.total if self.policy.accumulates else None
         return dataclasses.replace(stats, queries=queries, total=total, layer_inputs={})
 
@@ -152,8 +159,11 @@ class SparseSettings:
     ) -> Pins:
         """Returns the positions that the policy pins in each layer, given selected statistics."""
         candidates = (full.lengths - self.ring).clip(0)
-        counts, pins = self._pinned(model), []
+        counts, pins = self._pinned(model), list[Any]()
         for layer, (k, v, count) in enumerate(zip(full.k, full.v, counts, strict=True)):
+            if k is None:
+                pins.append(None)
+                continue
             if full.windows[layer] is not None:
                 pins.append(jnp.zeros((*k.shape[:2], 0), jnp.int32))
                 continue
@@ -176,7 +186,8 @@ class SparseSettings:
     ) -> DraftCache:
         """Returns the draft cache of the tokens in `full`."""
         pins = self.choose_pins(model, full, stats, backend)
-        rings = [n - p.shape[2] for n, p in zip(self.slots(model), pins, strict=True)]
+        sizes = zip(self.slots(model), pins, strict=True)
+        rings = [0 if p is None else n - p.shape[2] for n, p in sizes]
         return gather(full, pins, rings, KV_DTYPES[self.kv_dtype], model.dtype)
 
     def _check_alibi(self) -> None:

@@ -62,12 +62,6 @@ class TargetDrafter(Drafter):
 
     def check(self, target: Model, tree: Tree, depth: int, context: int) -> None:
         """Raises ValueError if `tree` is too wide, or `target` does not support the options."""
-        if any(target.linear):
-            raise ValueError(
-                f"{type(self).__name__} drafts with the target's layers, and those of family "
-                f"{target.config.family!r} that have a state (gated delta nets) are not supported: "
-                "use prompt-lookup, suffix, small:PATH or eagle:PATH"
-            )
         resolve_draw_method(self.draw, tree)
         check_width(tree, target.config.vocab_size)
         if self.layers is not None:

@@ -45,7 +45,8 @@ def proportionate_slots(row: Request, config: EngineConfig) -> int:
 
 def _overlaps_states(row: Request) -> bool:
     """Returns whether a drafter makes cached tokens run again, of which the target has a state."""
-    return any(row.target.linear) and bool(row.prefill_settings.stats_spec.layer_inputs)
+    stats_spec = row.prefill_settings.stats_spec
+    return any(row.target.linear) and bool(stats_spec.layer_inputs or stats_spec.window)
 
 
 def check_prefixes(row: Request, config: EngineConfig) -> None:
@@ -59,9 +60,10 @@ def check_prefixes(row: Request, config: EngineConfig) -> None:
         )
     if max_bytes and _overlaps_states(row):
         raise ValueError(
-            f"prefix_bytes={max_bytes}: the drafter reads the target's hidden states, so that the "
-            "last token of a prefix is computed again, which the states of the family "
-            f"{row.target.config.family!r} do not allow: omit prefix_bytes, or use another drafter"
+            f"prefix_bytes={max_bytes}: the drafter reads hidden states or queries of the last "
+            "tokens of a prefix, which are computed again, and the states of family "
+            f"{row.target.config.family!r} do not allow that: omit prefix_bytes, or use another "
+            "drafter"
         )
     if max_bytes is not None and 0 < max_bytes < entry_bytes:
         raise ValueError(

@@ -17,13 +17,13 @@ from magicjax.kv_cache import state_layers
 from magicjax.kv_cache.full_cache import KVCache, rounded
 from magicjax.kv_cache.pages import PagedCache
 from magicjax.kv_cache.sparse_cache import DraftCache
-from magicjax.kv_cache.state_layers import LayerState, StateNodes
+from magicjax.kv_cache.state_layers import LayerState
 from models import LayerAttend
 from models.gated_delta import DeltaNetInputs
 from pallas_kernels import tree_attention
 
-# For each layer, keys and values [B, N, K, D] of nodes, or what a layer with a state needs of them.
-KV = tuple[tuple[Array, Array] | StateNodes, ...]
+# For each layer, keys and values [B, N, K, D] of nodes; of a layer with a state, `StateNodes`.
+KV = tuple[Any, ...]
 
 
 @struct.dataclass
@@ -47,7 +47,8 @@ class _Rows:
 
     def __call__(self, layer: int) -> LayerAttend:
         own = self.of_layer(layer)
-        has_state = isinstance(self.cache, KVCache) and self.cache.state(layer) is not None
+        has_state = not isinstance(self.cache, PagedCache) and bool(self.cache.states)
+        has_state = has_state and self.cache.states[layer] is not None
         return Partial(type(self)._run_state if has_state else type(self)._attend_rounded, own)
 
     def of_layer(self, layer: int) -> Self:
@@ -152,7 +153,8 @@ class AttendLevel(_Rows):
         return dataclasses.replace(super().of_layer(layer), drafted=(self.drafted[layer],))
 
     def _advance(self, inputs: DeltaNetInputs, state: LayerState) -> tuple[Array, Any]:
-        at = self.nodes, self.mask, self.positions, self.cache.live(0)
+        cache: Any = self.cache
+        at = self.nodes, self.mask, self.positions, cache.committed
         return state_layers.run_level(inputs, state, self.drafted[0], *at)
 
     def _attend(self, q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, Any]:
@@ -210,7 +212,7 @@ def _attention(
     cache, (window,) = attend.cache, attend.cache.windows
     mask = attend.slice(mask) if mask.ndim == 3 else mask
     options: dict[str, Any] = {}
-    prefix: tuple[Any, Any, Array]
+    prefix: Any
     if isinstance(cache, PagedCache) and window is None:
         pages = attend.slice(cache.chosen[0]) if pages is None else pages
         prefix = cache.gather(pages, attend.slice, attend.first_row)
@@ -241,8 +243,8 @@ def _with_sinks(
     return (out * share).astype(out.dtype), jnp.logaddexp(lse, sinks)
 
 
-def empty_nodes(cache: KVCache | DraftCache | PagedCache, nodes: int, dtype: Any) -> KV:
-    """Returns what `AttendLevel` fills: zeros for `nodes` tokens."""
+def empty_nodes(cache: Any, nodes: int, dtype: Any) -> KV:
+    """Returns what `AttendLevel` fills, given its cache: zeros for `nodes` tokens."""
     batch = len(cache.live(0))
 
     def zeros(layer, old):

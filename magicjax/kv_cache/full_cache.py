@@ -24,7 +24,7 @@ from pallas_kernels import Quantized, dequantize, quantize
 from sharding import KV_HEADS, LAYER_BATCH, Split, logical_axes
 
 Slots = Float[Array, "R K S D"] | Quantized  # of a layer
-Layers = tuple[Slots | None, ...]
+Layers = tuple[Any, ...]  # the slots of each layer, or None
 
 
 @struct.dataclass
@@ -58,12 +58,13 @@ class KVCache:
         windows = select(self.windows, layers)
         return dataclasses.replace(self, k=k, v=v, windows=windows, states=states)
 
-    def state(self, layer: int) -> LayerState | None:
-        """Returns the state of a layer; None: it has attention."""
-        return self.states[layer] if self.states else None
+    @property
+    def committed(self) -> Int[Array, "B"]:
+        """The number of committed tokens of each row."""
+        return self.lengths
 
     @property
-    def slots(self) -> Slots | None:
+    def slots(self) -> Any:
         """The keys of any layer with attention, which have the format of all; None without one."""
         return next((k for k in self.k if k is not None), None)
 
@@ -92,7 +93,8 @@ def empty(model: Model, batch: int, slots: int) -> KVCache:
     k, v = (tuple(_zeros(shape, model) for shape in layers) for _ in "kv")
     states: tuple = ()
     if any(model.linear):
-        new = state_layers.empty(model.config.delta_net, batch, model.dtype)
+        shape: Any = model.config.delta_net
+        new = state_layers.empty(shape, batch, model.dtype)
         states = tuple(jax.tree.map(jnp.copy, new) if linear else None for linear in model.linear)
     return KVCache(k, v, jnp.zeros(batch, jnp.int32), windows, model.split, states)
 

@@ -1,5 +1,7 @@
 """What drafters read of a model's pass: recent queries, attention of entries, layers' inputs."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -30,7 +32,7 @@ class ModelStats:
     """Statistics of a model's attention over a text, and inputs of its layers.
 
     Attributes:
-      queries: per layer; None without a window.
+      queries: `RecentQueries` per layer, None for a layer with a state; None without a window.
       total: float32 [B, K, S] per layer, the attention that each slot received, summed over the G
         heads of a KV head, None for a layer with a sliding window; or None.
       layer_inputs: [B, T, E] of each token, by layer; undefined except for the tokens of the passes
@@ -38,7 +40,7 @@ class ModelStats:
       split: static; the model's division over devices.
     """
 
-    queries: tuple[RecentQueries, ...] | None
+    queries: tuple[Any, ...] | None
     total: tuple[Float[Array, "B K S"] | None, ...] | None = struct.field(
         metadata=logical_axes(LAYER_BATCH, KV_HEADS)
     )

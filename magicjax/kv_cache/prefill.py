@@ -107,11 +107,12 @@ def _empty_stats(model: Model, cache: KVCache, stats_spec: StatsSpec, length: in
     queries = total = None
     if stats_spec.window:
         sizes = batch, stats_spec.window, model.local_heads, config.kv_head_dim
-        queries = (empty_window(*sizes, model.dtype),) * config.num_layers
+        window = empty_window(*sizes, model.dtype)
+        queries = tuple(None if linear else window for linear in model.linear)
     if stats_spec.total:
         dtype = jnp.promote_types(model.dtype, jnp.float32)
         layers = zip(cache.k, cache.windows, strict=True)
-        total = tuple(None if w else jnp.zeros(k.shape[:3], dtype) for k, w in layers)
+        total = tuple(None if w or k is None else jnp.zeros(k.shape[:3], dtype) for k, w in layers)
     inputs = {
         layer: jnp.zeros((batch, length, config.hidden_size), model.dtype)
         for layer in stats_spec.layer_inputs
@@ -132,18 +133,18 @@ def _update(
     windows, total = stats.queries, stats.total
     if windows is not None:
         pairs = zip(windows, queries, strict=True)
-        windows = tuple(update_from_chunk(old, new, start, lengths) for old, new in pairs)
+        windows = tuple(old and update_from_chunk(old, new, start, lengths) for old, new in pairs)
     if total is not None:
-        position = start + jnp.arange(queries[0][0].shape[1])
+        tokens = next(each[0].shape[1] for each in queries if each is not None)
+        position = start + jnp.arange(tokens)
         seen = jnp.where(position < lengths[:, None], position + 1, 0)
         options: Any = dict(softcap=softcap_of(model.config), backend=backend)
+
+        def mass(k, q, lse):
+            return prefix_mass(q, full_cache.elements(k, q.dtype), seen, lse, **options)
+
         total = tuple(
-            old
-            if old is None
-            else old
-            + model.sum_over_replicas(
-                prefix_mass(q, full_cache.elements(k, q.dtype), seen, lse, **options)
-            )
-            for old, (q, lse), k in zip(total, queries, keys, strict=True)
+            old if old is None else old + model.sum_over_replicas(mass(k, *own))
+            for old, own, k in zip(total, queries, keys, strict=True)
         )
     return dataclasses.replace(stats, queries=windows, total=total)

@@ -14,12 +14,13 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int
 
-from magicjax.kv_cache.full_cache import KVCache, Slots, elements, select
+from magicjax.kv_cache.full_cache import KVCache, Layers, Slots, elements, select
+from magicjax.kv_cache.state_layers import LayerState
 from magicjax.model import CAPACITY_MULTIPLE
 from pallas_kernels import Quantized, quantize
 from sharding import KV_HEADS, LAYER_BATCH, Split, logical_axes
 
-Pins = tuple[Int[Array, "B K P"], ...]
+Pins = tuple[Any, ...]  # int32 [B, K, P] of each layer, or None
 
 
 @struct.dataclass
@@ -32,35 +33,46 @@ class DraftCache:
     differ by layer. R does not, but in layers with a sliding window, which have P = 0.
 
     Attributes:
-      k, v: one array [B, K, C, D] per layer, or `Quantized`.
-      pinned: int32 [B, K, P] per layer, the position in each pinned slot.
+      k, v: one array [B, K, C, D] per layer, or `Quantized`; None for a layer with a state.
+      pinned: int32 [B, K, P] per layer, the position in each pinned slot; None likewise.
       count: int32 [B], the number of committed tokens; min(count, C) slots are live.
       windows: static; of each layer, None: it sees the whole text.
       bits: static; of an entry's elements, 8 or 4; None: the model's dtype.
       split: static; the model's division over devices.
+      states: those of the full cache, which a draft continues; empty between rounds.
     """
 
-    k: tuple[Array | Quantized, ...] = struct.field(metadata=logical_axes(LAYER_BATCH, KV_HEADS))
-    v: tuple[Array | Quantized, ...] = struct.field(metadata=logical_axes(LAYER_BATCH, KV_HEADS))
+    k: Layers = struct.field(metadata=logical_axes(LAYER_BATCH, KV_HEADS))
+    v: Layers = struct.field(metadata=logical_axes(LAYER_BATCH, KV_HEADS))
     pinned: Pins = struct.field(metadata=logical_axes(LAYER_BATCH, KV_HEADS))
     count: Int[Array, "B"]
     windows: tuple[int | None, ...] = struct.field(pytree_node=False)
     bits: int | None = struct.field(pytree_node=False, default=None)
     split: Split = struct.field(pytree_node=False, default=Split())
+    states: tuple[LayerState | None, ...] = struct.field(
+        default=(), metadata=logical_axes(LAYER_BATCH)
+    )
 
     def of_layers(self, layers: Sequence[int]) -> "DraftCache":
         """Returns the cache with these layers only, whose arrays it shares."""
         k, v = select(self.k, layers), select(self.v, layers)
         pinned, windows = select(self.pinned, layers), select(self.windows, layers)
-        return dataclasses.replace(self, k=k, v=v, pinned=pinned, windows=windows)
+        states = select(self.states, layers) if self.states else ()
+        own = dict(k=k, v=v, pinned=pinned, windows=windows, states=states)
+        return dataclasses.replace(self, **own)  # type: ignore[arg-type]
+
+    @property
+    def committed(self) -> Int[Array, "B"]:
+        """The number of committed tokens of each row."""
+        return self.count
 
     def capacity(self, layer: int) -> int:
         """Returns C."""
         return self.k[layer].shape[2]
 
     def live(self, layer: int) -> Int[Array, "B"]:
-        """Returns the number of live slots of each row; with a window, of committed tokens."""
-        if self.windows[layer] is not None:
+        """Returns the number of live slots of each row; with a window or a state, of tokens."""
+        if self.windows[layer] is not None or self.k[layer] is None:
             return self.count
         return jnp.minimum(self.count, self.capacity(layer))
 
@@ -104,7 +116,10 @@ def gather(
       dtype: dtype of entries that are quantized in the full cache only; the model's.
     """
     layers = zip(cache.k, cache.v, pinned, rings, strict=True)
-    gathered = [_gather(*layer, bits, dtype, cache.lengths) for layer in layers]
+    gathered = [
+        layer[:3] if layer[0] is None else _gather(*layer, bits, dtype, cache.lengths)
+        for layer in layers
+    ]
     k, v, pins = zip(*gathered, strict=True)
     return DraftCache(k, v, pins, cache.lengths, cache.windows, bits, cache.split)
 
@@ -131,7 +146,11 @@ def repin(cache: DraftCache, full: KVCache, pinned: Pins) -> DraftCache:
       pinned: the policy's new choice per layer, with the conditions of `gather`.
     """
     layers = zip(cache.k, cache.v, full.k, full.v, pinned, strict=True)
-    k, v, pins = zip(*[_repin(*layer, cache.bits, cache.count) for layer in layers], strict=True)
+    repinned = [
+        (None,) * 3 if layer[0] is None else _repin(*layer, cache.bits, cache.count)
+        for layer in layers
+    ]
+    k, v, pins = zip(*repinned, strict=True)
     return dataclasses.replace(cache, k=k, v=v, pinned=pins)
 
 
@@ -184,7 +203,9 @@ def append_ring(
     """
     layers = zip(cache.k, cache.v, kv, cache.pinned, strict=True)
     updated = [
-        _append(k, v, *new, pins.shape[-1], cache.bits, path, cache.count, count)
+        (k, v)
+        if pins is None
+        else _append(k, v, *new, pins.shape[-1], cache.bits, path, cache.count, count)
         for k, v, new, pins in layers
     ]
     k, v = zip(*updated, strict=True)

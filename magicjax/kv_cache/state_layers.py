@@ -15,7 +15,7 @@ accepted nodes to the state, and others leave no trace. A prompt is a chain, and
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +53,6 @@ class StateNodes:
       d: [B, N, H, Dv], updates.
       log_decay: [B, N, H], each node's own.
       positions: int32 [B, N], in a draft; None after the pass of a whole tree.
-      sees: bool [B, N, N], the ancestors of each node and itself, likewise.
     """
 
     x: Float[Array, "B N C"]
@@ -61,7 +60,6 @@ class StateNodes:
     d: Float[Array, "B N H Dv"]
     log_decay: Float[Array, "B N H"]
     positions: Int[Array, "B N"] | None = None
-    sees: Bool[Array, "B N N"] | None = None
 
 
 def empty(shape: DeltaNetShape, batch: int, dtype) -> LayerState:
@@ -82,7 +80,7 @@ def empty_nodes(state: LayerState, batch: int, nodes: int) -> StateNodes:
 
     x, positions = zeros(channels, dtype=state.inputs.dtype), zeros(dtype=jnp.int32)
     k, d = zeros(key_heads, key_dim), zeros(heads, value_dim)
-    return StateNodes(x, k, d, zeros(heads), positions, zeros(nodes, dtype=bool))
+    return StateNodes(x, k, d, zeros(heads), positions)
 
 
 def run_tree(
@@ -138,12 +136,13 @@ def run_level(
         return old.at[:, nodes].set(new.astype(old.dtype), mode="drop")
 
     x, at = put(drafted.x, inputs.x), put(drafted.positions, positions)
-    log_decay, sees = put(drafted.log_decay, inputs.log_decay), put(drafted.sees, mask)
+    log_decay = put(drafted.log_decay, inputs.log_decay)
     back = positions[:, :, None] - at[:, None]
     convolved = _convolve(inputs, x, state, mask, back, positions - first[:, None])
     q, k_new, v = inputs.heads(convolved)
     k = put(drafted.k, k_new)
-    decays = _Decays.between(mask, log_decay, sees & ~jnp.eye(count, dtype=bool))
+    # What a token sees is on one path, so that positions say which node is below another.
+    decays = _Decays.between(mask, log_decay, at[:, :, None] > at[:, None])
     among = decays.to_nodes(nodes)
     others = mask.at[:, :, nodes].set(False, mode="drop")
     for_k, for_q = _from_state((k_new, q), state.s, decays)
@@ -152,7 +151,7 @@ def run_level(
     earlier &= ~jnp.eye(len(nodes), dtype=bool)
     d = put(drafted.d, _solve(k_new, v, inputs.beta, among, earlier))
     out = for_q + _from_nodes(q, k, d, decays, mask)
-    return out, StateNodes(x, k, d, log_decay, at, sees)
+    return out, StateNodes(x, k, d, log_decay, at)
 
 
 def run_chain(
@@ -162,7 +161,8 @@ def run_chain(
     batch, length, _ = inputs.x.shape
     both = jnp.concatenate([state.inputs[:batch], inputs.x], 1).astype(inputs.beta.dtype)
     kernel = inputs.kernel.astype(both.dtype).T
-    q, k, v = inputs.heads(sum(both[:, i : i + length] * w for i, w in enumerate(kernel)))
+    mixed: Any = sum(both[:, i : i + length] * w for i, w in enumerate(kernel))
+    q, k, v = inputs.heads(mixed)
     size = min(length, CHUNK)
     parts = -(-length // size)
     triangle = jnp.tril(jnp.ones((1, size, size), bool))
@@ -277,7 +277,7 @@ class _Decays(NamedTuple):
         Args:
           mask: the nodes that each token sees.
           log_decay: of the nodes.
-          ancestors: of each node, without itself.
+          ancestors: of each node, without itself; among those that one token sees.
         """
         along = mask[:, None] * log_decay.swapaxes(1, 2)[:, :, None]  # [B, H, T, N]
         nodes = _einsum("bhtn,bnm->bhtm", along, ancestors.astype(along.dtype))

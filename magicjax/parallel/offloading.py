@@ -119,7 +119,7 @@ def free_host_memory() -> int | None:
 
 def check_layers(config: Any) -> None:
     """Raises ValueError if the layers of a model cannot be stacked and streamed."""
-    if getattr(config, "linear_layers", ()):
+    if getattr(config, "linear_layers", None):
         raise ValueError(
             f"offload with layers of two kinds (gated delta nets, family {config.family!r}) is not "
             "supported: load the model without offload"

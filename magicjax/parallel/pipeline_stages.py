@@ -26,7 +26,7 @@ from sharding import STAGES
 def check_layers(config: Any, stages: int) -> None:
     """Raises ValueError unless the layers divide over the stages into equal parts."""
     layers = config.num_layers
-    if stages > 1 and getattr(config, "linear_layers", ()):
+    if stages > 1 and getattr(config, "linear_layers", None):
         raise ValueError(
             f"stage={stages} with gated delta nets (family {config.family!r}) is not supported: "
             "use a mesh without stages"

@@ -249,7 +249,6 @@ CHAIN, WIDE, IRREGULAR = "chain:4", "expansion:2,2,1", "parents:-1,0,0,1,0,1,3,5
 CASCADED, BRANCHES, DYNAMIC = "chain:2 -> chain:4", "expansion:3,1,1,1", "dynamic:9,4,3"
 TREES = (*(f"chain:{n}" for n in range(1, 9)), WIDE, "expansion:1,1,3,1,1,1,1,1", IRREGULAR)
 SELF, NEAR, LOOKUP, EAGLE = "self:streaming:12:sinks=2", "small:near", "prompt-lookup", "eagle:head"
-# Layers of the target that have states do not draft.
 HYBRID, WITHOUT_STATES = family_cases.HYBRID, family_cases.WITHOUT_STATES
 RING, REFRESHED = "self:streaming:64", "self:snapkv:64:refresh_every=3"
 ENSEMBLE, CASCADE = f"small:other + {NEAR}", f"{NEAR} -> {SELF}"
@@ -275,6 +274,7 @@ QUICK = [
     Case(LOOKUP, CHAIN, "gpt-oss"),
     Case(SELF, WIDE, "olmo-3", accepts=0.02),
     Case(NEAR, IRREGULAR, "qwen3-next", accepts=0.02),  # the draft model has states too
+    Case("self:streaming:64", CHAIN, "qwen3.5", accepts=0.99),
     Case(f"{NEAR}:streaming:64", CHAIN, "mixed"),
     Case(REFRESHED, CHAIN, "mixed", layout="engine"),
     Case(RING, CHAIN, "windowed", accepts=0.999),  # windows within the budget: as in the target
@@ -286,7 +286,7 @@ OTHERS = (QUEST, LAYERS, "small:few", EAGLE, f"{EAGLE}:12:sinks=2")
 SEVERAL, ONE_TREE = f"{EAGLE} + {LOOKUP} -> {QUEST}", f"{NEAR} -> {COPY}"
 CHAINS = ("chain:1", CHAIN, "chain:8")
 # All layers of Mistral have a window, and only the newest entries of those are drafted with.
-PINNING = [family for family in WITHOUT_STATES if family != "mistral"]
+PINNING = [family for family in FAMILIES if family != "mistral"]
 PINS = ("streaming", "snapkv", "pyramidkv", "random")
 SPARSE = [
     f"self:{policy}:{budget}{refresh}{kv_dtype}"
@@ -320,10 +320,16 @@ SLOW = [
     *cases([None], [None], ["kv_dtype=int8", "all learned positions", *FAMILIES, *RINGS]),
     *cases([NEAR], [IRREGULAR], ["all learned positions", *RINGS]),
     *cases([LOOKUP], [CHAIN], [*FAMILIES, *RINGS]),
-    *cases([SELF], [WIDE, DYNAMIC], WITHOUT_STATES, accepts=0.02),
+    *cases([SELF], [WIDE, DYNAMIC], FAMILIES, accepts=0.02),
     *cases([NEAR], [IRREGULAR], FAMILIES, accepts=0.02),
     *cases([f"{NEAR}:streaming:32"], [CHAIN], WITHOUT_STATES, accepts=0.02),
     *cases(["suffix", EAGLE, NEAR], [DYNAMIC], HYBRID, BATCHES),
+    *cases([CASCADE, f"{LOOKUP} -> full:weights=int8"], [CASCADED], HYBRID),
+    *cases(["self:h2o:24:refresh_every=2", f"{SELF}:layers=0-1"], [WIDE], HYBRID),
+    *cases([REFRESHED], [CHAIN], HYBRID, layout="stream"),
+    # The budget holds the texts, and a draft continues the target's states.
+    *cases(["full", "self:streaming:64"], [CHAIN], HYBRID, accepts=0.99),
+    *cases(["full", "self:streaming:64"], [DYNAMIC], HYBRID, accepts=0.9),
     *cases([ENSEMBLE, f"small:other + {LOOKUP}"], ["chain:2"], HYBRID),
     *cases(["self:snapkv:24:refresh_every=2"], [CHAIN], PINNING, accepts=0.02),
     *cases(["self:tova:24"], [WIDE], PINNING, accepts=0.02),

@@ -17,6 +17,11 @@ logits = functools.partial(recomputation.logits, width=WIDTH)
 DRAFTERS = {
     "plain": (None, None),
     "hybrid near": (tiny.drafter("hybrid near"), tiny.TREES["irregular"]),
+    "snapkv": (magicjax.SelfSpeculation("snapkv", 40, refresh_every=2), tiny.TREES["chain4"]),
+    "cascade": (
+        magicjax.Cascade(tiny.drafter("near"), tiny.drafter("self"), tiny.TREES["chain2"]),
+        tiny.TREES["chain4"],
+    ),
     "ensemble": (
         magicjax.Ensemble([tiny.drafter("near"), magicjax.PromptLookup()]),
         tiny.TREES["chain2"],
@@ -48,7 +53,7 @@ def served(running: magicjax.Engine, prompt, new: int = NEW) -> tuple[np.ndarray
 
 @pytest.mark.parametrize("name", quick(DRAFTERS, "hybrid near"))
 def test_requests_that_come_and_go_have_their_own_texts(name):
-    running = engine(name)
+    running = engine(name, **dict(prefix_bytes=0) if name == "snapkv" else {})
     asked = [text(n, seed=n) for n in (90, 5, 40, 66, 17)]
     handles = []
     for number, prompt in enumerate(asked):  # rows of several lengths, some prefilled in pieces
@@ -105,8 +110,11 @@ def test_prefixes_with_states_return_from_host_memory():
     assert running.stats.prefix_host_hits
 
 
-def test_prefixes_for_a_drafter_that_reads_hidden_states_are_an_error():
-    head = magicjax.Eagle(tiny.head(tiny.model("hybrid")))
+@pytest.mark.parametrize("kind", ["eagle", "snapkv"])
+def test_prefixes_for_a_drafter_that_reads_their_last_tokens_are_an_error(kind):
+    drafter = magicjax.SelfSpeculation("snapkv", 64)
+    if kind == "eagle":
+        drafter = magicjax.Eagle(tiny.head(tiny.model("hybrid")))
     config = magicjax.EngineConfig(slots=2, capacity=WIDTH, prefix_bytes=10**7)
-    with pytest.raises(ValueError, match="prefix_bytes=10000000: the drafter reads the target's"):
-        magicjax.Engine(tiny.model("hybrid"), head, config=config)
+    with pytest.raises(ValueError, match="prefix_bytes=10000000: the drafter reads hidden states"):
+        magicjax.Engine(tiny.model("hybrid"), drafter, config=config)
