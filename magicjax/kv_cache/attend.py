@@ -212,22 +212,21 @@ def _attention(
     cache, (window,) = attend.cache, attend.cache.windows
     mask = attend.slice(mask) if mask.ndim == 3 else mask
     options: dict[str, Any] = {}
-    prefix: Any
+    slots: Any
     if isinstance(cache, PagedCache) and window is None:
         pages = attend.slice(cache.chosen[0]) if pages is None else pages
-        prefix = cache.gather(pages, attend.slice, attend.first_row)
+        *slots, lengths = cache.gather(pages, attend.slice, attend.first_row)
     else:
         lengths = cache.live(0)
         if attend.live is not None:
             lengths = jnp.where(attend.live.any(1), lengths, 0)
-        prefix = cache.k[0], cache.v[0], attend.slice(lengths)
+        slots, lengths = (cache.k[0], cache.v[0]), attend.slice(lengths)
         has_others = cache.k[0].shape[0] > q.shape[0] and attend.first_row is None
         options["first_row"] = 0 if has_others else attend.first_row
     if window is not None:
         options["seen_from"] = attend.slice(attend.positions) - (window - 1)
-    out, lse = tree_attention(
-        q, *prefix, k, v, mask, backend=attend.backend, softcap=softcap, return_lse=True, **options
-    )
+    options |= dict(backend=attend.backend, softcap=softcap, return_lse=True)
+    out, lse = tree_attention(q, slots[0], slots[1], lengths, k, v, mask, **options)
     out, lse = (out, lse) if sinks is None else _with_sinks(out, lse, sinks)
     if attend.live is not None:
         out = jnp.where(attend.slice(attend.live)[..., None, None], out, 0)
