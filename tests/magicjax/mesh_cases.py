@@ -138,6 +138,8 @@ CASES = {
         f"family {kind}": (self_speculation(), TREE, {}, kind)
         for kind in family_cases.WITHOUT_STATES
     },
+    "states": (several, magicjax.chain(3), {}, "qwen3.5"),
+    "states sampled": (small(), TREE, SAMPLED, "qwen3-next"),
     "int4": (self_speculation(), magicjax.chain(3), {}, INT4),
     "int4 small sampled": (small(), TREE, SAMPLED, INT4),
 }
@@ -158,7 +160,9 @@ def draft(kv_heads: int | str, shards: int | None) -> magicjax.Model:
 
 def _model(kv_heads: int | str, noise: float, layers: int) -> magicjax.Model:
     if isinstance(kv_heads, str) and kv_heads != INT4:
-        sizes = dict(hidden_size=64, num_heads=8, num_layers=layers, max_positions=512)
+        sizes = dict(hidden_size=64, num_heads=8, max_positions=512)
+        if kv_heads not in family_cases.HYBRID:
+            sizes["num_layers"] = layers
         return family_cases.model(kv_heads, 64, noise / 4, **sizes)
     shape = tiny.config(
         **SIZES, num_kv_heads=8 if kv_heads == INT4 else kv_heads, num_layers=layers

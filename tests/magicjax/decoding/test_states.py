@@ -1,5 +1,7 @@
 """Targets with states: what the loop compiles, and options that they rule out."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,7 @@ from magicjax.decoding.decoder import Decoder
 from magicjax.kv_cache import full_cache, state_layers
 from magicjax.parallel import pipeline_stages
 from sharding import abstract_mesh, factored
-from tests.magicjax import keywords, tiny
+from tests.magicjax import keywords, recomputation, tiny
 from tests.magicjax.decoding import test_compiled
 
 OPTIONS = dict(max_tokens=8, eos_token_id=tiny.NEVER)
@@ -68,7 +70,41 @@ def test_bytes_of_states_are_those_of_the_arrays():
     assert target.state_bytes == 4 * (4 * 8 * 6 + 3 * 56)
 
 
-def test_options_that_states_rule_out_are_errors(monkeypatch):
+@pytest.mark.parametrize("weights", ["int8", "int4:8"])
+def test_quantized_matrices_are_those_of_each_kind_of_layer(weights):
+    """The logits are those of the dequantized model; decays and beta are not quantized."""
+    target = tiny.quantized(tiny.model("hybrid"), weights)
+    names = {name.partition("/")[2] for name, _ in target.weights.texts}
+    assert names >= {"delta_net/z", "delta_net/out", "attention/gate", "attention/out", "mlp/up"}
+    assert not names & {"delta_net/a", "delta_net/b", "delta_net/conv"}
+    text = np.arange(40) * 7 % tiny.VOCAB
+    found, plain = (recomputation.logits(x, text) for x in (target, tiny.dequantized(target)))
+    rounded = np.abs(plain - recomputation.logits(tiny.model("hybrid"), text)).max()
+    assert np.abs(found - plain).max() < 1e-4 * np.abs(plain).max() < rounded
+
+
+def test_shapes_that_do_not_fit_are_errors():
+    shape = dict(key_heads=2, value_heads=4, key_dim=8, value_dim=8, conv_width=4)
+    for wrong, message in (
+        (
+            dict(value_heads=3),
+            "value_heads=3 of a gated delta net is not a multiple of key_heads=2",
+        ),
+        (dict(conv_width=1), "conv_width=1 of a gated delta net: at least 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            models.DeltaNetShape(**shape | wrong)
+    for wrong, message in (
+        (dict(delta_net=None), "linear layers need their shapes"),
+        (dict(linear_layers=(2,)), "linear_layers=(2,): name layers from 0 to 1"),
+        (dict(sliding_window=8), "sliding_window=8 with linear_layers is not supported"),
+        (dict(shared_expert_size=8), "shared_expert_size=8 without num_experts"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            tiny.config(**tiny.HYBRID | wrong)
+
+
+def test_options_that_states_rule_out_are_errors():
     target, near = tiny.model("hybrid"), tiny.model("hybrid near")
     for drafter, message in (
         (

@@ -32,9 +32,10 @@ FEW = [
     ("cascade sampled", (4, 2)),
 ]
 FAMILIES = [case for case in mesh_cases.CASES if case.startswith("family ")]
-OTHERS = [case for case in mesh_cases.CASES if case not in FAMILIES]
+STATES = ["states", "states sampled"]  # which the axis `model` cannot divide
+OTHERS = [case for case in mesh_cases.CASES if case not in (*FAMILIES, *STATES)]
 ALL = [pair for pair in itertools.product(OTHERS, MESHES) if pair not in FEW]
-ALL += [(case, (2, 2)) for case in FAMILIES]
+ALL += [(case, (2, 2)) for case in FAMILIES] + [(case, (4, 1)) for case in STATES]
 
 
 def shards_of(mesh) -> int | None:
