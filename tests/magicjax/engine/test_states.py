@@ -16,7 +16,7 @@ WIDTH, NEW = 128, 12
 logits = functools.partial(recomputation.logits, width=WIDTH)
 DRAFTERS = {
     "plain": (None, None),
-    "hybrid near": (tiny.drafter("hybrid near"), tiny.TREES["irregular"]),
+    "hybrid near": (tiny.drafter("hybrid near"), tiny.TREES["2,2,1"]),
     "snapkv": (magicjax.SelfSpeculation("snapkv", 40, refresh_every=2), tiny.TREES["chain4"]),
     "cascade": (
         magicjax.Cascade(tiny.drafter("near"), tiny.drafter("self"), tiny.TREES["chain2"]),
@@ -51,7 +51,7 @@ def served(running: magicjax.Engine, prompt, new: int = NEW) -> tuple[np.ndarray
     return result.tokens, result.stats.reused_tokens
 
 
-@pytest.mark.parametrize("name", quick(DRAFTERS, "hybrid near"))
+@pytest.mark.parametrize("name", quick(DRAFTERS, "plain"))
 def test_requests_that_come_and_go_have_their_own_texts(name):
     running = engine(name, **dict(prefix_bytes=0) if name == "snapkv" else {})
     asked = [text(n, seed=n) for n in (90, 5, 40, 66, 17)]
