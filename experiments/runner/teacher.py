@@ -15,9 +15,10 @@ from jax.tree_util import Partial
 from jaxtyping import Array, Float, Int
 
 import models
-from magicjax.kv_cache import full_cache
+from magicjax.kv_cache import full_cache, state_layers
 from magicjax.kv_cache.attend import AttendTo
 from models import LayerAttend
+from models.gated_delta import DeltaNetInputs
 from pallas_kernels.scores import capped
 
 CHUNK = 256
@@ -46,11 +47,14 @@ def _map_chunks(function: Callable, *arrays: Array) -> Any:
 def attend_of(model: Any, sinks: int = 0, window: int | None = None):
     """Returns the `attend` of a model: `windowed_attention` within each layer's own window.
 
-    Layers with a sliding window have no sinks: they see the newest tokens of a draft cache.
+    Layers with a sliding window have no sinks: they see the newest tokens of a draft cache. Layers
+    with a state see the whole text, as those of a draft do.
     """
     attention = functools.cache(windowed_attention)  # equal layers share a trace
 
     def attend(layer: int) -> LayerAttend:
+        if model.linear[layer]:
+            return Partial(_run_states)
         own = model.windows[layer]
         view = sinks, window
         if own is not None:
@@ -58,6 +62,12 @@ def attend_of(model: Any, sinks: int = 0, window: int | None = None):
         return attention(*view)
 
     return attend
+
+
+def _run_states(inputs: DeltaNetInputs) -> tuple[Float[Array, "B T H Dv"], None]:
+    """Returns the outputs of a layer with a state, which is empty before the text."""
+    state = state_layers.empty(inputs.shape, len(inputs.x), inputs.x.dtype)
+    return state_layers.run_chain(inputs, state)[0], None
 
 
 def windowed_attention(pins: int, window: int | None) -> LayerAttend:
@@ -155,8 +165,9 @@ def last_hidden_states(
     padded = jnp.pad(jnp.asarray(tokens), ((0, 0), (0, -length % CHUNK)))
     cache = full_cache.empty(model, 1, padded.shape[1])
     if in_float32 and model.kv_bits is None:
-        k, v = jax.tree.map(lambda x: x.astype(jnp.float32), (cache.k, cache.v))
-        cache = dataclasses.replace(cache, k=k, v=v)
+        arrays = dict(k=cache.k, v=cache.v, states=cache.states)
+        wide = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
+        cache = dataclasses.replace(cache, **wide)
     hiddens = []
     for start in range(0, padded.shape[1], CHUNK):
         part = padded[:, start : start + CHUNK]
@@ -171,7 +182,8 @@ def _read_chunk(model, cache, tokens, *, in_float32):
     model, size = _float32(model) if in_float32 else model, tokens.shape[1]
     steps = jnp.arange(size)
     positions = cache.lengths[:, None] + steps
-    attend = AttendTo(cache, steps <= steps[:, None], None, positions=positions)
+    triangle = steps <= steps[:, None]
+    attend = AttendTo(cache, triangle, None, is_chain=True, positions=positions)
     hidden, scored, _ = model(tokens, positions, attend)
     new = tuple(pair for pair, _ in scored)
     committed = jnp.full(1, size, jnp.int32) + full_cache.zero_after(hidden[0, -1].argmax())

@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 
 from experiments.runner import teacher
+from tests.magicjax import recomputation
+from tests.magicjax import tiny as small
 
 
 def dense_mask(length, sinks, window):
@@ -91,3 +93,15 @@ def test_a_text_is_read_in_chunks_with_a_cache(monkeypatch, tiny, length):
         assert hidden.shape[1] == count
         found = teacher.unembed(tiny, hidden)
         np.testing.assert_allclose(found, whole[:, -count:], rtol=0, atol=1e-5)
+
+
+def test_layers_with_states_read_the_whole_text(monkeypatch):
+    monkeypatch.setattr(teacher, "CHUNK", 8)
+    model = small.model("hybrid")
+    text = np.random.default_rng(3).integers(0, small.VOCAB, (1, 21)).astype(np.int32)
+    expected = recomputation.logits(model, text[0])
+    tolerance = 2e-5 * np.abs(expected).max()
+    np.testing.assert_allclose(teacher.logits(model, text)[0], expected, rtol=0, atol=tolerance)
+    hidden = teacher.last_hidden_states(model, text, 15)
+    found = teacher.unembed(model, hidden)[0]
+    np.testing.assert_allclose(found, expected[-15:], rtol=0, atol=tolerance)
