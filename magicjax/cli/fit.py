@@ -115,10 +115,13 @@ def run(arguments: argparse.Namespace) -> int:
     values = {name: value for name, value in vars(arguments).items() if name in fields}
     load = aot_compile.AotWorkload(**values | mesh._asdict())
     counted = memory_estimate.count(load)
-    compiled, reason = None, "--analytic"
+    compiled, reason, memory = None, "--analytic", targets.memory_bytes(load.device)
     if not arguments.analytic:
-        compiled, reason = _compile_apart(load)
-    report = summary(load, counted, compiled, targets.memory_bytes(load.device))
+        if counted.resident > memory:
+            reason = "weights and caches exceed the memory"
+        else:
+            compiled, reason = _compile_apart(load)
+    report = summary(load, counted, compiled, memory)
     if compiled is None:
         report["estimate"] = f"from shapes, not compiled ({reason})"
     print(json.dumps(report, indent=2) if arguments.json else as_text(report, arguments.verbose))
@@ -281,6 +284,12 @@ def _compile_apart(load: Any) -> tuple[dict[str, Any] | None, str]:
         command = [sys.executable, "-m", "magicjax.prediction.aot.aot_compile", code, str(out)]
         ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if ran.returncode:
+            exhausted = [line for line in ran.stderr.splitlines() if "RESOURCE_EXHAUSTED" in line]
+            if exhausted:
+                raise ValueError(
+                    f"the programs need more memory than {load.device} has: use fewer rows, a "
+                    f"shorter context or more devices: {exhausted[-1]}"
+                )
             raise ValueError(f"compilation failed:\n{ran.stderr[-4000:]}")
         return json.loads(out.read_text()), ""
 

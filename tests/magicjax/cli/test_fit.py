@@ -1,6 +1,7 @@
 """`magicjax fit` without the compiler: memory of a device, and the largest workload."""
 
 import json
+import types
 
 import pytest
 
@@ -50,6 +51,22 @@ def test_without_the_compiler_the_report_is_an_estimate(run, monkeypatch):
     assert code == 0 and "the compiler cannot be downloaded: no network" in out
     found = json.loads(run("fit", "--target", "llama-3.2-1b", *LOAD, "--json")[1])
     assert found["workload"]["weights"] is None
+
+
+def test_what_exceeds_the_memory_is_not_compiled(run, monkeypatch):
+    monkeypatch.setattr(fit, "_compile_apart", lambda load: pytest.fail("compiled"))
+    code, out, _ = run("fit", "--target", "llama-3.1-8b", *LOAD[:4], "--device", "v5e")
+    assert code == 3 and "not compiled (weights and caches exceed the memory)" in out
+
+
+def test_a_compiler_that_lacks_memory_is_one_line(run, monkeypatch, tmp_path):
+    failed = types.SimpleNamespace(
+        returncode=1, stderr="a trace\nJaxRuntimeError: RESOURCE_EXHAUSTED: 61.59G of 15.75G\n\n"
+    )
+    monkeypatch.setattr(fit, "_compiler", lambda kind: tmp_path)
+    monkeypatch.setattr(fit.subprocess, "run", lambda *arguments, **options: failed)
+    code, _, errors = run("fit", "--target", "llama-3.2-1b", *LOAD)
+    assert code == 2 and "need more memory than h200 has" in errors and "a trace" not in errors
 
 
 def test_a_cache_in_8_bits_has_half_the_bytes_and_a_scale_per_vector(run):
