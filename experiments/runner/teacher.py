@@ -66,8 +66,9 @@ def attend_of(model: Any, sinks: int = 0, window: int | None = None):
 
 def _run_states(inputs: DeltaNetInputs) -> tuple[Float[Array, "B T H Dv"], None]:
     """Returns the outputs of a layer with a state, which is empty before the text."""
-    state = state_layers.empty(inputs.shape, len(inputs.x), inputs.x.dtype)
-    return state_layers.run_chain(inputs, state)[0], None
+    rows, length, _ = inputs.x.shape
+    state = state_layers.empty(inputs.shape, rows, inputs.x.dtype)
+    return state_layers.run_chain(inputs, state, jnp.full(rows, length))[0], None
 
 
 def windowed_attention(pins: int, window: int | None) -> LayerAttend:
@@ -182,12 +183,13 @@ def _read_chunk(model, cache, tokens, *, in_float32):
     model, size = _float32(model) if in_float32 else model, tokens.shape[1]
     steps = jnp.arange(size)
     positions = cache.lengths[:, None] + steps
-    triangle = steps <= steps[:, None]
-    attend = AttendTo(cache, triangle, None, is_chain=True, positions=positions)
+    triangle, count = steps <= steps[:, None], jnp.full(1, size, jnp.int32)
+    attend = AttendTo(cache, triangle, None, chain=count, positions=positions)
     hidden, scored, _ = model(tokens, positions, attend)
     new = tuple(pair for pair, _ in scored)
-    committed = jnp.full(1, size, jnp.int32) + full_cache.zero_after(hidden[0, -1].argmax())
-    return hidden, full_cache.append(cache, new, steps[None], committed)
+    start = cache.lengths[0] + full_cache.zero_after(hidden[0, -1].argmax())
+    cache = full_cache.write_chunk(cache, new, start, count)
+    return hidden, dataclasses.replace(cache, lengths=cache.lengths + size)
 
 
 def _float32(model: Any) -> Any:

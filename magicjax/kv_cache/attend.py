@@ -101,20 +101,21 @@ class AttendTo(_Rows):
       backend: static; the attention backend.
       keep_queries: static; whether to keep ((k, v), (q, lse)) instead, with the queries and the
         log-sum-exp of their scores.
-      is_chain: static; the mask is that of a chain, of which layers with states run parts.
+      chain: int32 [B], the tokens of each row that are no padding, if the mask is that of a chain.
+        Layers with states run its parts, and keep (the state after it, None); None: a tree.
     """
 
     cache: KVCache | DraftCache
     mask: Bool[Array, "*B T T"]
     backend: str | None = struct.field(pytree_node=False)
     keep_queries: bool = struct.field(default=False, pytree_node=False)
-    is_chain: bool = struct.field(default=False, pytree_node=False)
+    chain: Int[Array, "B"] | None = None
 
     def _advance(self, inputs: DeltaNetInputs, state: LayerState) -> tuple[Array, Any]:
-        if self.is_chain:
-            out, nodes = state_layers.run_chain(inputs, state)
-        else:
-            out, nodes = state_layers.run_tree(inputs, state, self.mask, self.positions)
+        if self.chain is not None:
+            out, after = state_layers.run_chain(inputs, state, self.chain)
+            return out, (after, None)
+        out, nodes = state_layers.run_tree(inputs, state, self.mask, self.positions)
         return out, (nodes, None)
 
     def _attend(self, q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, Any]:

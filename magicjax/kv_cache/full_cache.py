@@ -219,7 +219,7 @@ def write_chunk(
 
     Args:
       cache: the tokens before.
-      kv: as for `append`, of the chunk's tokens.
+      kv: as for `append`, of the chunk's tokens; of a layer with a state, the state after them.
       start: the position of the first token; must depend on all reads of `cache` (`zero_after`).
       count: int32 [B], the tokens of each row; the others are padding.
     """
@@ -227,10 +227,7 @@ def write_chunk(
     def write(k, v, new, window):
         return _write_chunk(k, v, *new, start, count, bool(window))
 
-    def advance(state, new):
-        return _commit(state, new, None, count)
-
-    return _updated(cache, kv, write, advance, cache.lengths)
+    return _updated(cache, kv, write, lambda state, new: new, cache.lengths)
 
 
 def _updated(cache: KVCache, kv: tuple, write: Any, advance: Any, lengths: Array) -> KVCache:

@@ -74,8 +74,9 @@ def prefill_cache(
         positions = jnp.minimum(start + jnp.arange(chunk), config.max_positions - 1)
         cache = cache.replace(lengths=jnp.minimum(start, lengths))
         positions = jnp.broadcast_to(positions, part.shape)
+        new = jnp.clip(lengths - start, 0, chunk)
         attend = AttendTo(
-            cache, triangle, settings.backend, keep_queries, is_chain=True, positions=positions
+            cache, triangle, settings.backend, keep_queries, chain=new, positions=positions
         )
         hidden, aux, inputs = model(part, positions, attend, stats_spec.layer_inputs)
         keys_values, queries = zip(*aux, strict=True)

@@ -155,12 +155,19 @@ def run_level(
 
 
 def run_chain(
-    inputs: DeltaNetInputs, state: LayerState
-) -> tuple[Float[Array, "B T H Dv"], StateNodes]:
-    """Returns the outputs of a chain's tokens, and what a commit needs of them."""
+    inputs: DeltaNetInputs, state: LayerState, count: Int[Array, "B"]
+) -> tuple[Float[Array, "B T H Dv"], LayerState]:
+    """Returns the outputs of the tokens of a chain, and the state after the first `count` of a row.
+
+    The others are padding, whose outputs are undefined.
+    """
     batch, length, _ = inputs.x.shape
-    both = jnp.concatenate([state.inputs[:batch], inputs.x], 1).astype(inputs.beta.dtype)
-    kernel = inputs.kernel.astype(both.dtype).T
+    live = (jnp.arange(length) < count[:, None])[..., None]
+    # In padding nothing decays, and nothing is added.
+    beta, log_decay = (jnp.where(live, x, 0) for x in (inputs.beta, inputs.log_decay))
+    both = jnp.concatenate([state.inputs, inputs.x.astype(state.inputs.dtype)], 1)
+    newest = _newest(both, count, state.inputs.shape[1])
+    both, kernel = both.astype(beta.dtype), inputs.kernel.astype(beta.dtype).T
     mixed: Any = sum(both[:, i : i + length] * w for i, w in enumerate(kernel))
     q, k, v = inputs.heads(mixed)
     size = min(length, CHUNK)
@@ -168,7 +175,7 @@ def run_chain(
     triangle = jnp.tril(jnp.ones((1, size, size), bool))
     strict = jnp.tril(triangle, -1)
 
-    def divide(x):  # after the end nothing decays, and nothing is added
+    def divide(x):
         x = jnp.pad(x, [(0, 0), (0, parts * size - length), *[(0, 0)] * (x.ndim - 2)])
         return x.reshape(batch, parts, size, *x.shape[2:]).swapaxes(0, 1)
 
@@ -181,27 +188,21 @@ def run_chain(
         for_k, for_q = _from_state((k, q), s, decays)
         d = _solve(k, v - for_k, beta, decays, strict)
         out = for_q + _from_nodes(q, k, d, decays, triangle)
-        return _advance(s, k, d, log_decay), (out, d)
+        return _advance(s, k, d, log_decay), out
 
-    parted = tuple(map(divide, (q, k, v, inputs.beta, inputs.log_decay)))
-    _, (out, d) = jax.lax.scan(run_part, state.s[:batch], parted)
-    return join(out), StateNodes(inputs.x, k, join(d), inputs.log_decay)
+    s, out = jax.lax.scan(run_part, state.s, tuple(map(divide, (q, k, v, beta, log_decay))))
+    return join(out), LayerState(s, newest)
 
 
 def commit(
-    state: LayerState,
-    nodes: StateNodes,
-    path: Int[Array, "B A"] | None,
-    count: Int[Array, "B"],
+    state: LayerState, nodes: StateNodes, path: Int[Array, "B A"], count: Int[Array, "B"]
 ) -> LayerState:
-    """Returns the state after the first `count` nodes of each row's path; None: of all nodes.
+    """Returns the state after the first `count` nodes of each row's path.
 
     Of more rows than those of the path, the first are advanced in place.
     """
 
     def along(x):
-        if path is None:
-            return x
         return jnp.take_along_axis(x, path.reshape(*path.shape, *[1] * (x.ndim - 2)), 1)
 
     x, k, d, log_decay = map(along, (nodes.x, nodes.k, nodes.d, nodes.log_decay))
@@ -210,14 +211,20 @@ def commit(
     k, d = (jnp.where(live[..., None], y, 0) for y in (k, d))
     s = _advance(state.s[:rows], k, d, jnp.where(live, log_decay, 0))
     before = state.inputs[:rows]
-    newest = count[:, None] + jnp.arange(before.shape[1])
     both = jnp.concatenate([before, x.astype(before.dtype)], 1)
-    new = LayerState(s, jnp.take_along_axis(both, newest[..., None], 1))
+    new = LayerState(s, _newest(both, count, before.shape[1]))
 
     def put(old, new):
         return new if len(old) == rows else jax.lax.dynamic_update_slice_in_dim(old, new, 0, 0)
 
     return jax.tree.map(put, state, new)
+
+
+def _newest(
+    inputs: Float[Array, "B T C"], count: Int[Array, "B"], size: int
+) -> Float[Array, "B W-1 C"]:
+    """Returns the last `size` inputs of each row, given as many of before and `count` new ones."""
+    return jnp.take_along_axis(inputs, (count[:, None] + jnp.arange(size))[..., None], 1)
 
 
 def _convolve(

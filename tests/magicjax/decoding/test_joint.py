@@ -282,10 +282,8 @@ def joint_by_pass(target: magicjax.Model) -> dict[tuple[int, ...], float]:
 
 def of_all_nodes(state, nodes, path, count):
     """Commits rejected nodes too, as a recurrence over the tree that is not rolled back."""
-    if path is None:  # a prompt
-        return state_layers.commit(state, nodes, path, count)
-    every = jnp.where(count > 0, nodes.x.shape[1], 0)
-    return state_layers.commit(state, nodes, None, every)
+    every = jnp.broadcast_to(jnp.arange(nodes.x.shape[1]), nodes.x.shape[:2])
+    return state_layers.commit(state, nodes, every, jnp.where(count > 0, every.shape[1], 0))
 
 
 @pytest.mark.parametrize("rolled_back", [True, False])
