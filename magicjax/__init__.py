@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from magicjax.decoding.output import Output
     from magicjax.decoding.stats import Stats
     from magicjax.drafters import (
+        MTP,
         Cascade,
         Drafter,
         Eagle,
@@ -70,6 +71,7 @@ _NAMES = {  # public names by module, as in the block above
         "Ensemble",
         "ForcedTokens",
         "FullCacheSpeculation",
+        "MTP",
         "PageRetrieval",
         "PromptLookup",
         "SelfSpeculation",

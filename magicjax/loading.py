@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -160,7 +160,31 @@ def _load(
         shards=shards,
         layout=layout,
         kv_bits=kv_bits,
+        mtp_head=_mtp_head_of(source, checkpoint.module.dtype),
     )
+
+
+def _mtp_head_of(source: Source, dtype: Any) -> Callable[[], Model] | None:
+    """Returns `Model.mtp_head`; the head is read once."""
+    directory = source.directory
+    if directory is None:
+        return None
+
+    @functools.cache
+    def load(mesh: Mesh | None = None, stages: int | None = None) -> Model:
+        sharding_of = None
+        if mesh is not None:  # every device has the whole head
+            sharding_of = placement.parameter_shardings(head().module, None, mesh)
+        path = source.checkpoint_directory
+        checkpoint = models.load_checkpoint(path, dtype, sharding_of=sharding_of, mtp=True)
+        return Model(checkpoint.module, checkpoint.params)
+
+    @functools.cache
+    def head() -> Model:
+        config = models.load_config(directory, mtp=True)
+        return Model(models.build(config, dtype), None, load=load)
+
+    return head
 
 
 def _eos(stored: tuple[int, ...], tokenizer: Any, config: models.DecoderConfig) -> tuple[int, ...]:
@@ -181,7 +205,7 @@ def _kv_bits(kv_dtype: str | None, source: Source) -> int | None:
         return None
     config = source.config
     if isinstance(config, models.EagleConfig):
-        raise ValueError(f"kv_dtype={kv_dtype!r}: {source} is an EAGLE head: omit kv_dtype")
+        raise ValueError(f"kv_dtype={kv_dtype!r}: {source} is a learned head: omit kv_dtype")
     if config.kv_head_dim != config.head_dim:
         raise ValueError(
             f"kv_dtype={kv_dtype!r} rounds the positions that cached keys have with ALiBi: omit "
@@ -374,6 +398,7 @@ def skeleton(
         shards=shards,
         layout=layout,
         kv_bits=_kv_bits(kv_dtype, source),
+        mtp_head=_mtp_head_of(source, module.dtype),
         load=functools.partial(
             _load,
             source,

@@ -49,6 +49,8 @@ class Model:
       kv_bits: static; of an element of its cache, with a scale for each token and head; None: the
         cache is in the model's dtype.
       load: for a model without parameters, the function (mesh, stages) -> the model with them.
+      mtp_head: for a model of files, the function () -> the head for multi-token prediction that
+        they have, without parameters; it raises ValueError if there is none.
     """
 
     module: nn.Module
@@ -61,6 +63,7 @@ class Model:
     layout: Layout = dataclasses.field(default_factory=Resident, repr=False)
     kv_bits: int | None = None
     load: "Callable[..., Model] | None" = dataclasses.field(default=None, repr=False)
+    mtp_head: "Callable[[], Model] | None" = dataclasses.field(default=None, repr=False)
 
     @property
     def config(self) -> models.DecoderConfig:

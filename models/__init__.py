@@ -36,6 +36,7 @@ from models.huggingface import (
     stored_dtype,
 )
 from models.layers import NEVER, Attend, LayerAttend, PassResult, in_every_layer
+from models.mtp import MtpConfig
 from models.positions import Alibi, LearnedPositions, Rope
 from models.presets import PRESETS, preset
 from models.quantized import (
@@ -64,6 +65,7 @@ __all__ = [
     "LayerAttend",
     "LearnedPositions",
     "MatrixFormats",
+    "MtpConfig",
     "PassResult",
     "Rope",
     "ShardingFn",

@@ -12,6 +12,7 @@ from models.decoder import DecoderConfig, Transformer, formats_of, layer_module,
 from models.eagle import EagleConfig, EagleHead
 from models.gated_delta import DeltaNetInputs
 from models.layers import in_every_layer
+from models.mtp import MtpConfig, MtpHead
 from models.quantized import BLOCK, MatrixFormats, WeightFormat, quantize_params
 
 # sharding_of(logical axes, one name or None per axis) -> the sharding of the parameter
@@ -36,9 +37,10 @@ def build(
     if isinstance(config, EagleConfig):
         if weights:
             raise ValueError(
-                f"weights={weights} is not supported for an EAGLE head: pass weights='none'"
+                f"weights={weights} is not supported for a learned head: pass weights='none'"
             )
-        return EagleHead(config, jnp.dtype(dtype))
+        kind = MtpHead if isinstance(config, MtpConfig) else EagleHead
+        return kind(config, jnp.dtype(dtype))
     formats = weights if isinstance(weights, MatrixFormats) else blocks_in(config, weights)
     formats.check(config.matrix_inputs())
     return Transformer(config, jnp.dtype(dtype), weights=formats)

@@ -32,14 +32,15 @@ def with_draft_vocab(
         contain `eos_token_ids`. The last row becomes that of all other tokens.
       eos_token_ids: tokens that end a text.
 
-    Raises ValueError for an invalid size, and for a model with a draft vocabulary or an EAGLE head.
+    Raises ValueError for an invalid size, a model with a draft vocabulary, and a learned head.
 
     Source: FR-Spec (arXiv 2502.14856), which counts tokens of a text.
     """
     c = module.config
     if isinstance(c, EagleConfig) or c.draft_vocab_size is not None:
         raise ValueError(
-            f"draft_vocab={size}: the model has a draft vocabulary of its own; omit draft_vocab"
+            f"draft_vocab={size}: the model is a learned head, or has a draft vocabulary of its "
+            "own; omit draft_vocab"
         )
     blocks = _blocks(c, size, eos_token_ids)
     tokens = (blocks[:, None] * OUTPUTS + np.arange(OUTPUTS)).reshape(-1)

@@ -15,11 +15,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from models.decoder import DecoderConfig, FeedForward
-from models.layers import NEVER, Attend, PassResult, RMSNorm
+from models.layers import NEVER, Attend, PassResult, RMSNorm, scaled
 from models.linear import Projection, products, project
 from models.positions import rotate
 from models.quantized import MatrixFormats
 from pallas_kernels.cpu.linear import Matrix
+from pallas_kernels.scores import capped
 from sharding import EMBED, HEAD_DIM, HEADS, KV_HEADS, VOCAB, Split
 
 FEATURES = 3  # hidden states that are fused by default
@@ -61,8 +62,7 @@ class EagleConfig(DecoderConfig):
         super().__post_init__()
         if self.num_layers != 1:
             raise ValueError(f"num_layers={self.num_layers} of an EAGLE head: it must be 1")
-        if self.rope is None or not self.norm_before or self.norm != "rms" or self.parallel:
-            raise ValueError("an EAGLE head needs rotary positions and RMSNorm before each part")
+        self._check_layer()
         if self.layer_inputs == ():
             raise ValueError("layer_inputs=() of an EAGLE-3 head: name a layer, or omit it")
         if self.acceptance is not None and not 0 <= self.acceptance <= 1:
@@ -71,6 +71,10 @@ class EagleConfig(DecoderConfig):
             raise ValueError(
                 "norm_before_fc and fc_norm of an EAGLE-3 head exclude each other: use one of them"
             )
+
+    def _check_layer(self) -> None:
+        if self.rope is None or not self.norm_before or self.norm != "rms" or self.parallel:
+            raise ValueError("an EAGLE head needs rotary positions and RMSNorm before each part")
 
     @property
     def layer(self) -> DecoderConfig:
@@ -159,7 +163,7 @@ class EagleHead(nn.Module):
             self.hidden_norms = [norm(c.target_hidden_size) for _ in range(c.num_features)]
         sizes = ((fused, None),), ((c.hidden_size, EMBED),)
         self.fc = Projection(*sizes, use_bias=False, dtype=self.dtype, backend=self.backend)
-        self.layers = [EagleLayer(c, self.dtype, self.backend)]
+        self.layers: list[Any] = [EagleLayer(c, self.dtype, self.backend)]
         self.norm = norm(c.hidden_size)
         init = nn.with_logical_partitioning(nn.initializers.normal(0.02), (VOCAB, EMBED))
         if c.own_embedding:
@@ -223,7 +227,8 @@ class EagleHead(nn.Module):
         """Returns the logits of the tokens that the head can propose, at least float32."""
         x = hidden if self.config.norm_output else self.norm(hidden)
         wide = jnp.promote_types(self.dtype, jnp.float32)
-        return products(x, [Matrix(self.unembedding)], 1, self.backend, wide)[0]
+        (logits,) = products(x, [Matrix(self.unembedding)], 1, self.backend, wide)
+        return capped(scaled(logits, 1 / self.config.logits_divisor), self.config.logits_softcap)
 
     def unembed(self, hidden: Float[Array, "*B E"]) -> Float[Array, "*B V"]:
         """Returns the logits of all tokens; `NEVER` for those outside the draft vocabulary."""

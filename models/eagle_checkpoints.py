@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from models import hf_tensors
+from models import hf_tensors, mtp_checkpoints
 from models.decoder import DecoderConfig
 from models.eagle import EagleConfig
 from models.hf_config import check_type
 from models.hf_tensors import UNEMBEDDING, Stored, Tensor
+from models.mtp import MtpConfig
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 LAYER, SPECULATORS_LAYER = "midlayer.", "layers.0."
@@ -241,8 +242,10 @@ def to_stored(tensors: Sequence[Tensor], parameters: Sequence[np.ndarray]) -> di
 def tensors_of(config: DecoderConfig) -> tuple[Tensor, ...]:
     """Returns every parameter of a model or a head with its tensor, in file order.
 
-    The names of a head's are those of SpecForge's layout.
+    The names of an EAGLE head's are those of SpecForge's layout.
     """
+    if isinstance(config, MtpConfig):
+        return mtp_checkpoints.tensors_of(config)
     if not isinstance(config, EagleConfig):
         return hf_tensors.tensors_of(config)
     layer = ("layers_0",)

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 import safetensors.numpy
 
-from models import eagle_checkpoints
+from models import eagle_checkpoints, mtp_checkpoints
 from models.eagle import EagleConfig
 from models.eagle_checkpoints import tensors_of, to_stored
 from models.families import FAMILIES
@@ -27,6 +27,7 @@ from models.hf_config_writing import write_config
 from models.hf_parameters import parameter_shapes
 from models.hf_tensors import UNEMBEDDING, Tensor
 from models.huggingface import INDEX, QUANTIZATION, SINGLE
+from models.mtp import MtpConfig
 from models.quantized import MatrixFormats, WeightFormat
 from models.quantized_checkpoints import Matrix, pack
 
@@ -84,7 +85,9 @@ def save_checkpoint(
         "pad_token_id": pad_token_id,
     }
     config = module.config
-    if isinstance(config, EagleConfig):
+    if isinstance(config, MtpConfig):
+        raw = mtp_checkpoints.write_config(config, write_config(config.layer))
+    elif isinstance(config, EagleConfig):
         raw = eagle_checkpoints.write_config(config, write_config(config.layer))
     else:
         raw = write_config(config)

@@ -8,7 +8,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import flax.linen as nn
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
-from models import eagle_checkpoints
+from models import eagle_checkpoints, mtp_checkpoints
 from models.build import ShardingFn, blocks_in, build
 from models.decoder import DecoderConfig
 from models.eagle import EagleConfig
@@ -43,6 +43,7 @@ from models.hf_tensors import (
     read_tensor,
     separate_experts,
 )
+from models.mtp import MtpConfig
 from models.quantized import (
     NONE,
     MatrixFormats,
@@ -134,6 +135,7 @@ def load_checkpoint(
     sharding_of: ShardingFn | None = None,
     lazy_blocks: bool = False,
     packed: bool = True,
+    mtp: bool = False,
 ) -> Checkpoint:
     """Returns the model in a directory of Hugging Face format.
 
@@ -153,12 +155,14 @@ def load_checkpoint(
       packed: whether matrices of a GGUF file stay in its types on a CPU with the native kernels,
         which round activations to 8 bits. With another format, a sharding or lazy blocks they do
         not, and those of blocks become integers with float32 scales if their types can.
+      mtp: return the head for multi-token prediction that is stored beside the model; its matrices
+        are not quantized.
 
     Raises FileNotFoundError for missing files, and ValueError for pickled weights, an unsupported
     config or dtype, and missing, unexpected or wrongly shaped tensors, which it lists.
     """
     path = pathlib.Path(path)
-    config, quantization, stored = _open(path)
+    config, quantization, stored = _open(path, mtp)
     special = special_tokens(path)
     dtype = _stored_dtype(path, stored) if dtype is None else np.dtype(dtype)
     if dtype not in map(np.dtype, DTYPES.values()):
@@ -169,7 +173,7 @@ def load_checkpoint(
             "dtype=float64 needs 64-bit mode, or JAX would round to float32: call "
             'jax.config.update("jax_enable_x64", True), or pass dtype="float32"'
         )
-    form, formats = parse_weights(weights), MatrixFormats()
+    form, formats = parse_weights(NONE if mtp else weights), MatrixFormats()
     if packed and sharding_of is None and not lazy_blocks:
         formats = _packed(path, config, dtype, form)
     if not formats:
@@ -266,10 +270,16 @@ def _rounded_types(config: DecoderConfig, form: str) -> MatrixFormats:
     return MatrixFormats(tuple(types))
 
 
-def load_config(path: str | os.PathLike) -> DecoderConfig:
+def load_config(path: str | os.PathLike, *, mtp: bool = False) -> DecoderConfig:
     """Returns the config in a directory of Hugging Face format; reads only config.json.
 
-    Raises FileNotFoundError if it is missing, and ValueError if it is not supported.
+    Args:
+      path: the directory.
+      mtp: of the head for multi-token prediction beside the model, not of the model; then also
+        reads the names of the tensors, if they are there.
+
+    Raises FileNotFoundError if it is missing, and ValueError if it is not supported, or there is no
+    such head.
     """
     path = pathlib.Path(path)
     file = path / "config.json"
@@ -279,6 +289,8 @@ def load_config(path: str | os.PathLike) -> DecoderConfig:
     read = functools.partial(read_config, file=str(file))
     try:
         raw = dict(text_decoder(raw))
+        if mtp or mtp_checkpoints.is_head(raw):
+            return mtp_checkpoints.read_config(raw, _names_in(path), read)
         if eagle_checkpoints.may_be_head(raw):
             tensors = eagle_checkpoints.canonical(_tensors_in(path))
             if eagle_checkpoints.is_head(raw, tensors):
@@ -286,6 +298,11 @@ def load_config(path: str | os.PathLike) -> DecoderConfig:
         return read(raw)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def _names_in(path: pathlib.Path) -> Collection[str]:
+    """Returns the names of all tensors, none without files."""
+    return (GGUF_INDEX,) if (path / GGUF_INDEX).is_file() else _tensors_in(path)
 
 
 def _refuse_adapter(path: pathlib.Path) -> None:
@@ -437,10 +454,10 @@ def _scan(path: pathlib.Path, config: DecoderConfig) -> dict[str, Stored]:
         return {name: Stored(path / GGUF_INDEX, name, *entry) for name, entry in parts}
     _weight_files(path)  # raises if there are none
     stored = _tensors_in(path)
-    if isinstance(config, EagleConfig):
+    if isinstance(config, EagleConfig) and not isinstance(config, MtpConfig):
         unused = eagle_checkpoints.unused(config)
-        named = eagle_checkpoints.canonical(stored).items()
-        return {name: where for name, where in named if name not in unused}
+        canonical = eagle_checkpoints.canonical(stored).items()
+        return {name: where for name, where in canonical if name not in unused}
     if config.family in TEXT_DECODERS.values():
         stored = {OF_TEXT.sub("", n): x for n, x in stored.items() if not OF_IMAGES.match(n)}
     if config.linear_layers:
@@ -450,17 +467,20 @@ def _scan(path: pathlib.Path, config: DecoderConfig) -> dict[str, Stored]:
             logger.warning("%s: the drafter in the tensors mtp.* is not read", path)
         stored = separate_experts(stored)
     prefix = FAMILIES[config.family].prefix
-    known = prefix, UNEMBEDDING.removesuffix("weight")
-    return {n if n.startswith(known) else prefix + n: where for n, where in stored.items()}
+    known = prefix, UNEMBEDDING.removesuffix("weight"), mtp_checkpoints.PREFIX
+    named = {n if n.startswith(known) else prefix + n: where for n, where in stored.items()}
+    return mtp_checkpoints.of_model(config, named)
 
 
-def _open(path: pathlib.Path) -> tuple[DecoderConfig, QuantizationConfig | None, list[Found]]:
-    """Returns config, quantization and all tensors of a directory.
+def _open(
+    path: pathlib.Path, mtp: bool = False
+) -> tuple[DecoderConfig, QuantizationConfig | None, list[Found]]:
+    """Returns config, quantization and all tensors of the model in a directory, or of its head.
 
     Reads the files' headers, a tied matrix that is stored twice, and biases that should be zero.
     """
     settings = _read_json(path / "config.json").get(QUANTIZATION)
-    quantization, config = read_quantization_config(settings), load_config(path)
+    quantization, config = read_quantization_config(settings), load_config(path, mtp=mtp)
     if settings and settings.get(CACHE_SETTING):
         key = f"{CACHE_SETTING} of {QUANTIZATION}"
         log_ignored(str(path / "config.json"), (key,), "KV caches are not in float8")

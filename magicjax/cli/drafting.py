@@ -16,6 +16,7 @@ from magicjax.drafters.spec import (
     Trees,
     has_model,
     joined,
+    needs_model,
     parse,
     parse_trees,
 )
@@ -177,7 +178,7 @@ def drafters_help() -> str:
     """Returns the drafters and their options, for the end of a command's help."""
     lines = ["drafters, written NAME:VALUE:OPTION=VALUE, and their options:"]
     for name, kind in DRAFTERS.items():
-        path = ":PATH" if has_model(kind) else ""
+        path = ":PATH" if needs_model(kind) else "[:PATH]" * has_model(kind)
         lines += [name + path, as_help(options_of(kind).values())]
     others = ", ".join(installed(GROUP)) or "none"
     return "\n".join([*lines, f"drafters of installed packages: {others}"])

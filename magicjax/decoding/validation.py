@@ -159,8 +159,9 @@ def check_target(target: Any) -> None:
         )
     if isinstance(target.config, models.EagleConfig):
         raise ValueError(
-            f"the target {target.name!r} is an EAGLE-3 head, which drafts for another model: pass "
-            "it as drafter=magicjax.Eagle(head), or eagle:PATH in a command"
+            f"the target {target.name!r} is a learned head, which drafts for another model: pass "
+            "it as drafter=magicjax.Eagle(head) or magicjax.MTP(head), in a command eagle:PATH or "
+            "mtp:PATH"
         )
 
 

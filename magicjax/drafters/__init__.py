@@ -6,6 +6,7 @@ from magicjax.drafters.eagle import Eagle
 from magicjax.drafters.ensemble import Ensemble
 from magicjax.drafters.forced_tokens import ForcedTokens
 from magicjax.drafters.full_cache_speculation import FullCacheSpeculation
+from magicjax.drafters.mtp import MTP
 from magicjax.drafters.page_retrieval import PageRetrieval
 from magicjax.drafters.prompt_lookup import PromptLookup
 from magicjax.drafters.self_speculation import SelfSpeculation
@@ -15,6 +16,7 @@ from magicjax.trees.proposal import DRAW_METHODS, ONE_HOT, Draws, Proposal
 
 __all__ = [
     "DRAW_METHODS",
+    "MTP",
     "ONE_HOT",
     "Cascade",
     "Drafter",

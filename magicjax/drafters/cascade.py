@@ -172,8 +172,8 @@ class Cascade(Drafter):
     has its distribution, also in chains of several lengths.
 
     Attributes:
-      first: proposes to the middle model: `PromptLookup`, `SuffixLookup`, `SmallModel`, `Eagle`, or
-        an `Ensemble` of them.
+      first: proposes to the middle model: `PromptLookup`, `SuffixLookup`, `SmallModel`, `Eagle`,
+        `MTP`, or an `Ensemble` of them.
       middle: `SelfSpeculation`, `FullCacheSpeculation` or `PageRetrieval`, without a `draw`.
       first_tree: the tree that `first` drafts, as often as the chain passed to `generate` needs.
         None: `first` drafts the tree passed to `generate` once, and the chain has a token more
@@ -196,8 +196,8 @@ class Cascade(Drafter):
             if getattr(type(each), "rewind", Drafter.rewind) is Drafter.rewind:
                 raise ValueError(
                     f"first={type(each).__name__}: it cannot draft within a round, because it does "
-                    "not define `rewind`; use PromptLookup, SuffixLookup, SmallModel, Eagle, or an "
-                    "Ensemble"
+                    "not define `rewind`; use PromptLookup, SuffixLookup, SmallModel, Eagle, MTP, "
+                    "or an Ensemble"
                 )
         if not isinstance(middle, TargetDrafter):
             raise ValueError(
@@ -248,7 +248,7 @@ class Cascade(Drafter):
         reads_inputs = [each for each in self.first.members() if isinstance(each, Eagle)]
         if reads_inputs and self.middle.layers is not None:
             raise ValueError(
-                f"the first drafter is an EAGLE head, which reads inputs of all layers, and "
+                f"the first drafter is a learned head, which reads inputs of all layers, and "
                 f"the middle one has layers={self.middle.layers!r} only: omit layers, or use "
                 "another first drafter"
             )

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +83,9 @@ class Eagle(Drafter):
         True, "compare the tokens that head and target choose on a short text, at first use"
     )
 
+    _HEAD: ClassVar[str] = "EAGLE-3 head"
+    _CONFIG: ClassVar[type] = models.EagleConfig
+
     def __post_init__(self):
         super().__post_init__()
         if self.sinks < 0:
@@ -101,14 +104,12 @@ class Eagle(Drafter):
 
     def check(self, target: Model, tree: Tree, depth: int, context: int) -> None:
         """Raises if the head was not made for the target, or `tree` is too wide."""
-        if not isinstance(self.model, Model) or not isinstance(
-            self.model.config, models.EagleConfig
-        ):
-            head = self.model
+        head = self.model
+        if not isinstance(head, Model) or type(head.config) is not self._CONFIG:
             name = repr(head.name) if isinstance(head, Model) else type(head).__name__
             raise TypeError(
-                f"Eagle needs the EAGLE-3 head that magicjax.load returns, not {name}; "
-                "a model that drafts alone is SmallModel"
+                f"{type(self).__name__} needs the {self._HEAD} that magicjax.load returns, not "
+                f"{name}; a model that drafts alone is SmallModel"
             )
         config, c = self.config, target.config
         sizes = {
@@ -120,14 +121,14 @@ class Eagle(Drafter):
         for name, (own, of_target) in sizes.items():
             if own != of_target:
                 raise ValueError(
-                    f"the EAGLE head has {name}={own}, and the target {of_target}: use the head "
+                    f"the {self._HEAD} has {name}={own}, and the target {of_target}: use the head "
                     "that was trained for this target"
                 )
         layers = config.layers_of(c.num_layers)
         if min(layers) < 0 or max(layers) > c.num_layers:
             raise ValueError(
-                f"the EAGLE head reads the inputs of layers {', '.join(map(str, layers))}, and the "
-                f"target has {c.num_layers}: use the head that was trained for this target"
+                f"the {self._HEAD} reads the inputs of layers {', '.join(map(str, layers))}, and "
+                f"the target has {c.num_layers}: use the head that was trained for this target"
             )
         resolve_draw_method(self.draw, tree)
         check_width(tree, config.output_rows, "draft vocabulary")
@@ -135,7 +136,7 @@ class Eagle(Drafter):
     def draw_methods(self, tree: Tree) -> set[str]:
         return {resolve_draw_method(self.draw, tree)}
 
-    def for_target(self, target: Model) -> "Eagle":
+    def for_target(self, target: Model) -> Self:
         """Returns the drafter with the target's layers by number, and its rows of the output."""
         model, config = self.model, self.config
         layers = config.layers_of(target.config.num_layers)

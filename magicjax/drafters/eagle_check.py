@@ -1,8 +1,8 @@
 """Finds heads that are wired wrongly to their target: they draft, but almost nothing is accepted.
 
 On a short text, the tokens that the head and the target choose after every position are compared. A
-head that agrees far less than it did in training, or at chance, is an error. It names a change of
-the wiring that agrees better.
+head that agrees far less than it did in training, or at chance, is an error. So is one that agrees
+little, and would agree far more after a change of the wiring, which the error names.
 """
 
 import dataclasses
@@ -40,6 +40,7 @@ Answer: The capital of France is Paris. It is one of the largest cities in Europ
 TOKENS = 128
 CHANCE = 0.05  # below, a head is taken for one that is wired wrongly
 PART = 0.5  # of the stored acceptance
+LITTLE = 0.3  # below, a head is compared with other wirings if no acceptance is stored
 
 _checked = weakref.WeakKeyDictionary[Model, list[weakref.ref]]()  # targets, with heads' weights
 
@@ -73,20 +74,22 @@ def check(head: Model, target: Model) -> None:
     """Raises ValueError if a head agrees with its target far less than it should."""
     tokens = jnp.asarray(target.tokenizer(TEXT)["input_ids"][:TOKENS], jnp.int32)[None]
     config: Any = head.config
-    limit = max(CHANCE, PART * (config.acceptance or 0))
-    rate = float(agreement(head, target, tokens))
-    if rate >= limit:
+    rate, known = float(agreement(head, target, tokens)), config.acceptance
+    if rate >= (LITTLE if known is None else max(CHANCE, PART * known)):
         return
-    expected = "" if config.acceptance is None else f", and {config.acceptance:.0%} in training"
-    cause = "it was trained for another target, or its weights are damaged"
+    expected = "" if known is None else f", and {known:.0%} in training"
     changes = [
         (float(agreement(each, target, tokens)), how) for how, each in _changed(head, target)
     ]
     best, how = max(changes)
     if best >= max(2 * rate, CHANCE):
         cause = f"with {how} they would at {best:.0%}: correct the head's files"
+    elif known is None and rate >= CHANCE:
+        return
+    else:
+        cause = "it was trained for another target, or its weights are damaged"
     raise ValueError(
-        f"the EAGLE head {head.name!r} and the target choose the same token at {rate:.1%} of a "
+        f"the head {head.name!r} and the target choose the same token at {rate:.1%} of a "
         f"text's positions{expected}: {cause}; check_agreement=False uses it as it is"
     )
 
@@ -125,6 +128,12 @@ def _changed(head: Model, target: Model) -> Iterator[tuple[str, Model]]:
         module = head.module.clone(config=dataclasses.replace(config, **fields))
         return dataclasses.replace(head, module=module)
 
+    if isinstance(config, models.MtpConfig):
+        other = {"rms": "rms_plus_one", "rms_plus_one": "rms"}[config.norm]
+        meaning = "the weight" if other == "rms" else "1 + the weight"
+        yield f"norms that are scaled by {meaning}", changed(norm=other)
+        yield from _with_other_inputs(head)
+        return
     for shift in (-1, 1):
         layers = tuple(layer + shift for layer in config.layer_inputs)
         if min(layers) >= 0 and max(layers) <= target.config.num_layers:
@@ -133,6 +142,21 @@ def _changed(head: Model, target: Model) -> Iterator[tuple[str, Model]]:
     yield f"norm_before_residual={value}", changed(norm_before_residual=value)
     if config.draft_vocab_size is not None:
         yield "d2t as the target's tokens", _with_absolute_tokens(head)
+
+
+def _with_other_inputs(head: Model) -> Iterator[tuple[str, Model]]:
+    """Yields a head for multi-token prediction whose two inputs change places."""
+    inner = head.params["params"]
+
+    def changed(**params: Any) -> Model:
+        return dataclasses.replace(head, params={"params": inner | params})
+
+    embedding, hidden = jnp.split(inner["fc"]["weight"], 2, 1)
+    joined = {"weight": jnp.concatenate([hidden, embedding], 1)}
+    yield "the columns of fc for the hidden state first", changed(fc=joined)
+    norms = dict(embedding_norm=inner["feature_norm"], feature_norm=inner["embedding_norm"])
+    yield "pre_fc_norm_embedding and pre_fc_norm_hidden exchanged", changed(**norms)
+    yield "both of these exchanged", changed(fc=joined, **norms)
 
 
 def _with_absolute_tokens(head: Model) -> Model:

@@ -164,8 +164,9 @@ class SmallModel(Drafter):
         """Raises if the models do not fit, or context or tree are too large."""
         if isinstance(self.model.config, EagleConfig):
             raise ValueError(
-                f"the draft model {self.model.name!r} is an EAGLE-3 head, which reads its target's "
-                "hidden states: use magicjax.Eagle, or eagle:PATH in a command"
+                f"the draft model {self.model.name!r} is a learned head, which reads its target's "
+                "hidden states: use magicjax.Eagle or magicjax.MTP, in a command eagle:PATH or "
+                "mtp:PATH"
             )
         if self.model.kv_bits is not None:
             raise ValueError(

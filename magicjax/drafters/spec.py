@@ -2,11 +2,11 @@
 
     NAME[:PATH][:VALUE ...][:OPTION=VALUE ...]
 
-PATH is the model of a drafter that has one. Values without a name are those of the positional
-options, in order. An option may also be one of the policy's: self:streaming:256:sinks=4. Drafters
-and policies of other files are import paths: self:my_file.MyPolicy:256. Several drafters joined by
-" + " are an ensemble. A drafter or an ensemble, " -> " and a drafter that runs the target are a
-cascade.
+PATH is the model of a drafter that has one; that of mtp can be omitted. Values without a name are
+those of the positional options, in order. An option may also be one of the policy's:
+self:streaming:256:sinks=4. Drafters and policies of other files are import paths:
+self:my_file.MyPolicy:256. Several drafters joined by " + " are an ensemble. A drafter or an
+ensemble, " -> " and a drafter that runs the target are a cascade.
 """
 
 import dataclasses
@@ -25,6 +25,7 @@ from magicjax.drafters.eagle import Eagle
 from magicjax.drafters.ensemble import Ensemble
 from magicjax.drafters.forced_tokens import ForcedTokens
 from magicjax.drafters.full_cache_speculation import FullCacheSpeculation
+from magicjax.drafters.mtp import MTP
 from magicjax.drafters.page_retrieval import PageRetrieval
 from magicjax.drafters.prompt_lookup import PromptLookup
 from magicjax.drafters.self_speculation import SelfSpeculation
@@ -42,6 +43,7 @@ DRAFTERS: dict[str, type[Drafter]] = {
     "full": FullCacheSpeculation,
     "small": SmallModel,
     "eagle": Eagle,
+    "mtp": MTP,
     "prompt-lookup": PromptLookup,
     "suffix": SuffixLookup,
     "forced": ForcedTokens,
@@ -52,22 +54,23 @@ DRAFTER_SYNTAX = (
     "self:streaming:256 (policy and budget), quest:512 (pages of the target's cache), "
     "full:weights=int8 (a quantized copy), full:layers=0-9,20-29 (some of its layers), "
     "small:PATH (a model directory, GGUF file or preset), small:PATH:streaming:256, eagle:PATH (an "
-    "EAGLE-3 head), prompt-lookup:4 (how many of the newest tokens to look for), suffix:8 (the "
-    "same, also in other texts), forced (the tokens that a grammar forces), the name of an "
-    "installed drafter, or an import path, my_file.MyDrafter; options as "
-    "self:snapkv:256:refresh_every=8; a cascade as 'prompt-lookup:4 -> self:streaming:256'"
+    "EAGLE-3 head), mtp (the target's own head for multi-token prediction), prompt-lookup:4 (how "
+    "many of the newest tokens to look for), suffix:8 (the same, also in other texts), forced (the "
+    "tokens that a grammar forces), the name of an installed drafter, or an import path, "
+    "my_file.MyDrafter; options as self:snapkv:256:refresh_every=8; a cascade as "
+    "'prompt-lookup:4 -> self:streaming:256'"
 )
 _JOIN, _CASCADE = " + ", " -> "
 _HEADS = (
-    "of the heads that read the target's hidden states only EAGLE-3 is supported, eagle:PATH "
-    "(docs/drafters_and_trees.md)"
+    "of the heads that read the target's hidden states, EAGLE-3 (eagle:PATH) and those for "
+    "multi-token prediction (mtp) are supported (docs/drafters_and_trees.md)"
 )
 # Drafters of vLLM, and what is written here.
 FOREIGN = {
     "ngram": "write prompt-lookup:4, how many of the newest tokens to look for",
     "draft_model": "write small:PATH",
     "eagle3": "write eagle:PATH",
-    **dict.fromkeys(("medusa", "mtp", "mlp_speculator"), _HEADS),
+    **dict.fromkeys(("medusa", "mlp_speculator"), _HEADS),
 }
 
 
@@ -161,8 +164,13 @@ Trees = Parsed[Tree]
 
 
 def has_model(kind: type[Drafter]) -> bool:
-    """Returns whether a class of drafters has a model, whose path its text contains."""
+    """Returns whether a class of drafters has a model, whose path its text can contain."""
     return any(field.name == "model" for field in dataclasses.fields(kind))  # type: ignore[arg-type]
+
+
+def needs_model(kind: type[Drafter]) -> bool:
+    """Returns whether the text of such a drafter must contain a path."""
+    return has_model(kind) and not hasattr(kind, "model")  # a default is an attribute
 
 
 def parse(text: str) -> Drafters:
@@ -202,14 +210,14 @@ def parse_one(text: str) -> Spec:
     positional = [option for option in declared.values() if option.positional]
     named: list[re.Match] = []
     _join_groups(parts)
-    while len(parts) > has_model(kind) and (match := re.fullmatch(r"(\w+)=(.*)", parts[-1])):
+    while len(parts) > needs_model(kind) and (match := re.fullmatch(r"(\w+)=(.*)", parts[-1])):
         named.insert(0, match)
         parts.pop()
     path = ""
     if has_model(kind):
-        if not any(parts):
+        if needs_model(kind) and not any(parts):
             raise ValueError(f"drafter {text!r} needs a model: write {name}:PATH")
-        shortest = 2 if hub.is_gguf(":".join(parts[:2])) else 1
+        shortest = 2 if hub.is_gguf(":".join(parts[:2])) else int(needs_model(kind))
         length = next(n for n in range(shortest, len(parts) + 1) if _fit(positional, parts[n:]))
         path, parts = ":".join(parts[:length]), parts[length:]
     if option := next((part for part in parts if "=" in part), None):
@@ -362,7 +370,7 @@ def text_of(drafter: Drafter) -> str:
         return _CASCADE.join(map(text_of, (drafter.first, drafter.middle)))
     kind: Any = type(drafter)
     parts = [drafter_name(kind)]
-    if has_model(kind):
+    if has_model(kind) and drafter.model is not None:  # type: ignore[attr-defined]
         parts.append(drafter.model.name)  # type: ignore[attr-defined]
     declared, values = options.options_of(kind), values_of(drafter)
     for each in declared.values():

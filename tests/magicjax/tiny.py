@@ -179,6 +179,14 @@ def head(target: magicjax.Model, seed: int = 3, **changes) -> magicjax.Model:
     return magicjax.Model(models.build(shape, target.dtype), put(params, target.dtype), name="head")
 
 
+def mtp_head(target: magicjax.Model, seed: int = 4, **changes) -> magicjax.Model:
+    """Returns a random head for multi-token prediction of a target."""
+    layers = (target.config.num_layers,)
+    shape = models.MtpConfig.of_target(target.config, **dict(layer_inputs=layers) | changes)
+    params = put(drawn(shape, seed), target.dtype)
+    return magicjax.Model(models.build(shape, target.dtype), params, name="mtp head")
+
+
 def drawn(shape, seed):
     """Returns random parameters, drawn by numpy: the same in 64-bit mode, nothing to compile."""
     rng = np.random.default_rng(seed)
@@ -257,8 +265,11 @@ def drafter(kind: str, dtype: str = "float32"):
         return made
     if kind == "eagle":
         return magicjax.Eagle(head(model("target", dtype)))
-    if kind == "same and eagle":
-        return magicjax.Ensemble([drafter("same", dtype), drafter("eagle", dtype)])
+    if kind == "mtp":
+        return magicjax.MTP(mtp_head(model("target", dtype)))
+    if kind == "same and heads":
+        kinds = ("same", "eagle", "mtp")
+        return magicjax.Ensemble([drafter(each, dtype) for each in kinds])
     if kind == "ensemble":
         return magicjax.Ensemble([drafter("other", dtype), drafter("near", dtype)])
     if kind == "cascade":

@@ -460,7 +460,7 @@ def test_weights_of_a_head_are_floating_point(quantized, tmp_path):
         tensors |= {f"{name}.{part}": np.ascontiguousarray(x) for part, x in parts.items()}
         config["quantization_config"] = settings
     folder = write_head(tmp_path / "head", config, tensors)
-    with pytest.raises(ValueError, match="for an EAGLE head: pass weights='none'"):
+    with pytest.raises(ValueError, match="for a learned head: pass weights='none'"):
         models.load_checkpoint(folder, "float32", weights=None if quantized else "int8")
     found = models.load_checkpoint(folder, "float32", weights="none")
     assert found.module == right.module
@@ -469,7 +469,7 @@ def test_weights_of_a_head_are_floating_point(quantized, tmp_path):
 
 def test_options_that_heads_do_not_have_are_omitted():
     for options, message in (
-        (dict(kv_dtype="int8"), "is an EAGLE head: omit kv_dtype"),
+        (dict(kv_dtype="int8"), "is a learned head: omit kv_dtype"),
         (dict(draft_vocab=16), "vocabulary of its own; omit draft_vocab"),
     ):
         with pytest.raises(ValueError, match=message):

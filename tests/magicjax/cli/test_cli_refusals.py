@@ -135,8 +135,8 @@ REFUSED = {
     ),
     "no such drafter": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "big:DIR"],
-        "'big' is not a drafter (drafters: eagle, forced, full, prompt-lookup, quest, self, small, "
-        "suffix, or the import path",
+        "'big' is not a drafter (drafters: eagle, forced, full, mtp, prompt-lookup, quest, self, "
+        "small, suffix, or the import path",
     ),
     "no such small model": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "small:./none"],

@@ -516,7 +516,7 @@ def test_a_missing_directory_is_an_error(path):
     [
         ("experiments/zoo/target", "fp8", "kv_dtype='fp8' is not supported: use 'int8', or omit"),
         ("tests/models/golden/mpt", "int8", "kv_dtype='int8' rounds the positions"),
-        ("tests/models/golden_eagle/eagle31", "int8", "is an EAGLE head: omit kv_dtype"),
+        ("tests/models/golden_eagle/eagle31", "int8", "is a learned head: omit kv_dtype"),
     ],
 )
 def test_a_cache_that_cannot_be_in_8_bits_is_an_error(source, kv_dtype, message):

@@ -158,6 +158,8 @@ def draft_model(setup: Setup, name: str, weights: str | None = None) -> magicjax
     """Returns the model that a drafter's text names."""
     if name == "head":
         return tiny.head(setup.target)
+    if name == "mtp_head":
+        return tiny.mtp_head(setup.target)
     if name == "other":
         return tiny.model("other", setup.target.dtype.name)
     if name == "few":  # tokens
@@ -250,6 +252,7 @@ CASCADED, BRANCHES, DYNAMIC = "chain:2 -> chain:4", "expansion:3,1,1,1", "dynami
 TREES = (*(f"chain:{n}" for n in range(1, 9)), WIDE, "expansion:1,1,3,1,1,1,1,1", IRREGULAR)
 SELF, NEAR, LOOKUP, EAGLE = "self:streaming:12:sinks=2", "small:near", "prompt-lookup", "eagle:head"
 HYBRID, WITHOUT_STATES = family_cases.HYBRID, family_cases.WITHOUT_STATES
+MTP = "mtp:mtp_head:12:sinks=2"
 RING, REFRESHED = "self:streaming:64", "self:snapkv:64:refresh_every=3"
 ENSEMBLE, CASCADE = f"small:other + {NEAR}", f"{NEAR} -> {SELF}"
 QUEST, LAYERS, COPY = "quest:12:page_size=4", f"{SELF}:layers=1", "full:weights=int4:8"
@@ -267,6 +270,7 @@ QUICK = [
     Case(NEAR, DYNAMIC),
     Case(LOOKUP, BRANCHES, "two EOS", batch=3),
     Case(EAGLE, WIDE),
+    Case(MTP, WIDE),
     Case(CASCADE, CASCADED),
     Case(SELF, WIDE, "weights=int4:8", batch=3, accepts=0.02),
     Case(QUEST, WIDE, "kv_dtype=int8"),
@@ -282,7 +286,7 @@ QUICK = [
     Case("full", "chain:3", "long", accepts=1.0),
 ]
 DRAFTERS = (SELF, "small:other", "small:same", NEAR, ENSEMBLE)
-OTHERS = (QUEST, LAYERS, "small:few", EAGLE, f"{EAGLE}:12:sinks=2")
+OTHERS = (QUEST, LAYERS, "small:few", EAGLE, f"{EAGLE}:12:sinks=2", "mtp:mtp_head")
 SEVERAL, ONE_TREE = f"{EAGLE} + {LOOKUP} -> {QUEST}", f"{NEAR} -> {COPY}"
 CHAINS = ("chain:1", CHAIN, "chain:8")
 # All layers of Mistral have a window, and only the newest entries of those are drafted with.

@@ -271,7 +271,7 @@ REFUSED = {
     ),
     "a head and skipped layers": (
         lambda: check(of(tiny.drafter("eagle"), middle_of_a_layer()), CHAIN(2)),
-        "an EAGLE head, which reads inputs of all layers, .* layers='0' only: omit layers",
+        "a learned head, which reads inputs of all layers, .* layers='0' only: omit layers",
     ),
     "mixed draws": (
         lambda: check(

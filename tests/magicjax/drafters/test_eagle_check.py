@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import magicjax
+import models
 from magicjax.drafters import eagle_check
 from magicjax.kv_cache.prefill import prefill_cache
 from tests.magicjax import oracle, tiny
@@ -89,6 +90,61 @@ def test_the_error_names_the_wiring_that_agrees(cause, monkeypatch):
     message = "at 2.0% of a text's positions, and 70% in training.*" + expected
     with pytest.raises(ValueError, match=message):
         eagle_check.check(resolved(head, model), model)
+
+
+def copying_pair() -> tuple[magicjax.Model, magicjax.Model]:
+    """Returns a target whose next token depends on the last one, and a head that knows how.
+
+    Their layers add nothing. The head's `fc` has the embedding alone, and its two norms differ.
+    """
+    shape = tiny.config(norm="rms_plus_one")
+    zeros = jax.tree.map(np.zeros_like, tiny.drawn(shape, 0))["params"]
+    embedding = np.random.default_rng(0).standard_normal((tiny.VOCAB, 32))
+    embedding /= np.sqrt((embedding**2).mean(1, keepdims=True))
+    params = zeros | dict(embedding=embedding, unembedding=np.roll(embedding, 5, 0))
+    model = magicjax.Model(models.build(shape), tiny.put({"params": params}), Tokenizer())
+    head = models.MtpConfig.of_target(shape)
+    zeros = jax.tree.map(np.zeros_like, tiny.drawn(head, 0))["params"]
+    fc = {"weight": np.concatenate([np.eye(32), np.zeros((32, 32))], 1)}
+    of_hidden = {"scale": -2.0 * np.random.default_rng(1).integers(0, 2, 32)}  # signs
+    params = tiny.put({"params": zeros | dict(fc=fc, feature_norm=of_hidden)})
+    return model, magicjax.Model(models.build(head), params, name="copying")
+
+
+def miswired(head: magicjax.Model, how: str) -> magicjax.Model:
+    """Returns a head as if its files, or who reads them, had a mistake."""
+    inner, module = head.params["params"], head.module
+    if how.endswith("inputs' norms"):
+        names = "embedding_norm", "feature_norm"
+        inner = inner | dict(zip(names, (inner[name] for name in names[::-1]), strict=True))
+    if "fc" in how:
+        inner = inner | dict(fc={"weight": np.roll(inner["fc"]["weight"], 32, 1)})
+    if how == "norms without 1 +":
+        module = module.clone(config=dataclasses.replace(module.config, norm="rms"))
+    return dataclasses.replace(head, module=module, params=tiny.put({"params": inner}))
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [
+        ("right", None),
+        ("fc", "the columns of fc for the hidden state first"),
+        ("inputs' norms", "pre_fc_norm_embedding and pre_fc_norm_hidden exchanged"),
+        ("fc and inputs' norms", "both of these exchanged"),
+        ("norms without 1 +", "norms that are scaled by 1 + the weight"),
+    ],
+)
+def test_a_head_for_multi_token_prediction_is_wired_as_its_files_are(how, cause):
+    model, head = copying_pair()
+    head = miswired(head, how)
+    drafter = magicjax.MTP(head, check_agreement=False)
+    resolved = drafter.for_target(model).model
+    if cause is None:
+        tokens = np.array([TEXT], np.int32)
+        assert eagle_check.agreement(resolved, model, tokens) == 1
+        return eagle_check.check(resolved, model)
+    with pytest.raises(ValueError, match=f"with {re.escape(cause)} they would at 100%"):
+        eagle_check.check(resolved, model)
 
 
 def test_a_pair_is_checked_once_and_only_with_weights(monkeypatch):

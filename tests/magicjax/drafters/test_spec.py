@@ -93,6 +93,8 @@ def test_a_text_is_a_drafter(text, drafter):
         ("small:a/b:draw=top", "small:a/b:full:draw=top"),
         ("small:a:snapkv:8 + prompt-lookup:2", "small:a:snapkv:8 + prompt-lookup:2"),
         ("small:a + prompt-lookup -> full", "small:a:full + prompt-lookup:4 -> full"),
+        *[("mtp", "mtp"), ("mtp:512:sinks=2", "mtp:512:sinks=2"), ("mtp:draw=top", "mtp:draw=top")],
+        *[("mtp:a/b:64", "mtp:a/b:64"), ("mtp:a:b + prompt-lookup", "mtp:a:b + prompt-lookup:4")],
     ],
 )
 def test_a_drafter_is_written_with_its_defaults_and_read_back(text, written):

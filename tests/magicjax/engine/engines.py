@@ -55,7 +55,7 @@ DRAFTERS = {
         tiny.TREES["chain2"],
     ),
     "dynamic": (tiny.drafter("near"), tiny.SPECIAL["dynamic"]),
-    "eagle": (tiny.drafter("same and eagle"), tiny.TREES["2,2,1"]),
+    "eagle": (tiny.drafter("same and heads"), tiny.TREES["2,2,1"]),
     "cascade": (tiny.drafter("cascade"), tiny.TREES["chain4"]),
 }
 

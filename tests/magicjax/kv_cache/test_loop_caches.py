@@ -206,7 +206,7 @@ def check_every_round(kind, tree, prompts, dtype, tolerance, **options) -> None:
     # cascade nothing after the first tree.
     assert longest == {"near": 1, "hybrid near": 1}.get(kind, longest)
     assert longest > 1 or kind not in ("ensemble", "cascade")
-    if kind in ("same", "same and eagle"):
+    if kind in ("same", "same and heads"):
         assert accepted == {tiny.TREES[tree].depth}  # whole paths, every time
     elif kind is not None:
         assert len(accepted) > 2  # paths of several lengths were committed
@@ -238,10 +238,10 @@ def test_caches_in_8_bits_follow_the_text_round_by_round(kind, tree):
     quick(
         [
             *[("near", "irregular"), ("near", "dynamic"), ("same", "2,2,1")],
-            *[("ensemble", "2,2,1"), ("same and eagle", "2,2,1"), ("cascade", "chain8")],
+            *[("ensemble", "2,2,1"), ("same and heads", "2,2,1"), ("cascade", "chain8")],
             *[("cascade of one tree", "irregular"), ("cascade of several", "chain4")],
         ],
-        ("same and eagle", "2,2,1"),
+        ("same and heads", "2,2,1"),
     ),
 )
 def test_a_small_models_own_cache_follows_the_text_round_by_round(kind, tree):
