@@ -86,7 +86,7 @@ def save_checkpoint(
     }
     config = module.config
     if isinstance(config, MtpConfig):
-        raw = mtp_checkpoints.write_config(config, write_config(config.layer))
+        raw = mtp_checkpoints.write_config(write_config(config.layer))
     elif isinstance(config, EagleConfig):
         raw = eagle_checkpoints.write_config(config, write_config(config.layer))
     else:

@@ -19,7 +19,6 @@ PREFIX = "mtp."
 ARCHITECTURE = "MTP"  # the end of the name, in a directory of a head alone
 # The number of layers, by the keys of Qwen3.5 and of DeepSeek-V3.
 LAYERS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
-ACCEPTANCE = "first_token_acceptance"  # of this package's trainer
 _NORMS = {
     "pre_fc_norm_embedding": "embedding_norm",
     "pre_fc_norm_hidden": "feature_norm",
@@ -61,12 +60,9 @@ def read_config(
                     f"{key}={raw[key]}: heads for multi-token prediction of one layer are "
                     "supported; use another drafter, such as prompt-lookup:4"
                 )
-    acceptance = raw.get(ACCEPTANCE)
-    if acceptance is not None:
-        check_type(ACCEPTANCE, acceptance, float)
-    own = (ACCEPTANCE, *(["architectures"] if is_head(raw) else []))
-    target = read_target({key: value for key, value in raw.items() if key not in own})
-    return MtpConfig.of_target(target, acceptance=acceptance)
+    if is_head(raw):
+        raw = {key: value for key, value in raw.items() if key != "architectures"}
+    return MtpConfig.of_target(read_target(raw))
 
 
 def of_model(config: DecoderConfig, stored: Mapping[str, Stored]) -> dict[str, Stored]:
@@ -77,13 +73,10 @@ def of_model(config: DecoderConfig, stored: Mapping[str, Stored]) -> dict[str, S
     return {name: where for name, where in stored.items() if name.startswith(own)}
 
 
-def write_config(config: MtpConfig, layer: Mapping[str, Any]) -> dict[str, Any]:
+def write_config(layer: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the contents of config.json of a head alone, given those of its layer's decoder."""
     (name,) = layer["architectures"]
-    written = {**layer, "architectures": [name.removesuffix("ForCausalLM") + ARCHITECTURE]}
-    if config.acceptance is not None:
-        written[ACCEPTANCE] = config.acceptance
-    return written
+    return {**layer, "architectures": [name.removesuffix("ForCausalLM") + ARCHITECTURE]}
 
 
 def tensors_of(config: MtpConfig) -> tuple[Tensor, ...]:

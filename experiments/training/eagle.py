@@ -1,11 +1,11 @@
-"""Trains an EAGLE-3 head on text that its target writes.
+"""Trains an EAGLE-3 head, or one for multi-token prediction, on text that its target writes.
 
     python -m experiments.training.eagle RECIPE.yaml --work build/eagle --out DIR
 
-The target samples conversations and its hidden states are recorded. The head is then trained on its
-own outputs, as in drafting (`eagle_loss`): first with cross-entropy against the target's
-distributions, then on the probability that its draws are accepted. Its output matrix is rows of the
-target's, so that the head needs no other.
+The target samples texts and its hidden states are recorded. The head is then trained on its own
+outputs, as in drafting (`eagle_loss`): first with cross-entropy against the target's distributions,
+then on the probability that its draws are accepted. Its output matrix is the target's, or rows of
+it, so that the head needs no other.
 
 Every stage resumes after a kill and ends with the same weights.
 """
@@ -27,7 +27,13 @@ import models
 from experiments.schema.fields import ConfigError, Positive, Strict, read_mapping, validated
 from experiments.schema.paths import from_working_directory
 from experiments.training import export, recording, trainer
-from experiments.training.eagle_loss import HeadLoss, frozen_of, modules_of
+from experiments.training.eagle_loss import (
+    OF_TARGET,
+    HeadLoss,
+    frozen_of,
+    modules_of,
+    recorded_layers,
+)
 from experiments.training.generated_text import HELD_OUT_EVERY, Generated
 from experiments.training.trainer import Schedule
 from magicjax.benchmarks.tables import markdown_table
@@ -70,8 +76,9 @@ class EagleRecipe(BaseModel):
     """Of the target, when it writes text."""
     generated: Generated
     """The text."""
-    head: HeadShape
-    """Sizes of the head."""
+    head: HeadShape | Literal["mtp"]
+    """Sizes of an EAGLE-3 head; mtp: a head for multi-token prediction, which is a layer of the
+    target."""
     steps: Positive = 4
     """Tokens that are drafted from each position in training."""
     decay: float = Field(0.8, gt=0, le=1)
@@ -102,8 +109,7 @@ def train(recipe: EagleRecipe, work: pathlib.Path, out: pathlib.Path) -> dict[st
     target = models.load_checkpoint(directory, jnp.dtype(recipe.dtype), weights="none")
     config = head_config(recipe.head, target.config)
     longest = max(phase.context for phase in _phases(recipe)) + 1
-    assert config.layer_inputs is not None  # since `head_config`
-    layers = *config.layer_inputs, target.config.num_layers
+    layers = recorded_layers(config, target.config.num_layers)
     rows = recording.write(recipe.target, recipe.dtype, layers, recipe.generated, work / "text")
     if longest > rows.shape[1]:
         raise ConfigError(
@@ -153,12 +159,16 @@ def _phases(recipe: EagleRecipe) -> list[trainer.Phase]:
     return [phase for schedule in schedules if schedule for phase in schedule.phases]
 
 
-def head_config(shape: HeadShape, target: models.DecoderConfig) -> models.EagleConfig:
+def head_config(
+    shape: HeadShape | Literal["mtp"], target: models.DecoderConfig
+) -> models.EagleConfig:
     """Returns the config of a head of a target.
 
     Raises:
       ConfigError: the sizes do not fit each other or the target.
     """
+    if isinstance(shape, str):
+        return _mtp_config(target)
     shapes = ("vocab_size", "hidden_size", "num_heads", "num_kv_heads", "head_dim")
     fields = {name: getattr(target, name) for name in (*shapes, "max_positions", "norm_eps")}
     given = {name: x for name, x in shape.model_dump().items() if x is not None}
@@ -187,6 +197,18 @@ def head_config(shape: HeadShape, target: models.DecoderConfig) -> models.EagleC
         raise ConfigError(f"the head does not fit the target: {error}") from error
 
 
+def _mtp_config(target: models.DecoderConfig) -> models.MtpConfig:
+    if target.attention_softcap is not None or target.attention_sinks:
+        raise ConfigError(
+            "attention with a softcap or sinks is not trained: train an EAGLE-3 head for this "
+            "target, whose attention has neither"
+        )
+    try:
+        return models.MtpConfig.of_target(target, layer_inputs=(target.num_layers,))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
 def draft_tokens(rows: np.ndarray, config: models.EagleConfig) -> tuple[np.ndarray, np.ndarray]:
     """Returns the most frequent tokens of the text, rising, and the draft token of each token."""
     size = config.output_rows
@@ -199,7 +221,7 @@ def draft_tokens(rows: np.ndarray, config: models.EagleConfig) -> tuple[np.ndarr
 
 def _without_frozen(params: Any) -> Any:
     inner = params["params"]
-    return {"params": {k: v for k, v in inner.items() if k not in ("unembedding", "vocab_map")}}
+    return {"params": {k: v for k, v in inner.items() if k not in OF_TARGET}}
 
 
 def measure(
@@ -221,13 +243,22 @@ def save(
     metrics: dict[str, list[float]],
     recipe: EagleRecipe,
 ) -> None:
-    """Writes the head in SpecForge's layout, rounded to bfloat16, with a card."""
-    config = dataclasses.replace(
-        config,
-        layer_inputs=recipe.head.layer_inputs,  # trainers number the default layers differently
-        acceptance=round(metrics["same token"][0], 4),
-    )
-    names = ["vocab_map"] + ["unembedding"] * config.own_unembedding
+    """Writes the head in its layout of checkpoints, rounded to bfloat16, with a card.
+
+    The layout of EAGLE-3 heads is SpecForge's.
+    """
+    if isinstance(recipe.head, str):
+        config = dataclasses.replace(config, layer_inputs=None)
+        names, kind = ["target_norm"], "A head for multi-token prediction"
+    else:
+        # The text of `eagle_check` can be unlike the documents of a model that does not chat.
+        is_chat = getattr(Source(recipe.target).tokenizer, "chat_template", None)
+        config = dataclasses.replace(
+            config,
+            layer_inputs=recipe.head.layer_inputs,  # trainers number default layers differently
+            acceptance=round(metrics["same token"][0], 4) if is_chat else None,
+        )
+        names, kind = ["vocab_map"] + ["unembedding"] * config.own_unembedding, "An EAGLE-3 head"
     inner = export.rounded(params["params"] | {name: frozen[name] for name in names})
     module = models.build(config, jnp.bfloat16)
     models.save_checkpoint(path, module, {"params": inner}, overwrite=True)
@@ -241,11 +272,11 @@ def save(
     )
     card = f"""# {path.name}
 
-An EAGLE-3 head of {size / 1e6:.2f} M parameters for {recipe.target}, trained on conversations that
-it wrote ({recipe.generated.tokens:,} tokens, temperature {recipe.generated.temperature}). It
+{kind} of {size / 1e6:.2f} M parameters for {recipe.target}, trained on texts
+that it wrote ({recipe.generated.tokens:,} tokens, temperature {recipe.generated.temperature}). It
 proposes the {config.output_rows:,} most frequent tokens, with the target's output matrix.
 
-On held-out conversations: at what share of positions both choose the same token, and the mean
+On held-out texts: at what share of positions both choose the same token, and the mean
 overlap of their distributions, by depth of the draft. The head reads the text itself, so a depth
 counts whether or not the earlier tokens of a draft would have been right. Acceptance in use
 differs:

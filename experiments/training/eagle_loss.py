@@ -1,4 +1,4 @@
-"""The loss of an EAGLE head: as in drafting, it reads its own outputs for several steps.
+"""The loss of a learned head: as in drafting, it reads its own outputs for several steps.
 
 Step 0 reads the target's hidden states at every position of a window; step s reads the outputs of
 step s - 1, and the tokens one further. A query of a later step sees the keys of step 0 up to its
@@ -23,6 +23,16 @@ from experiments.training.trainer import QUERY_CHUNK
 
 Kind = Literal["cross_entropy", "overlap"]
 SMALLEST_WINDOW = 64
+OF_TARGET = ("unembedding", "vocab_map", "target_norm")  # parameters that are not trained
+
+
+def recorded_layers(head: models.EagleConfig, last: int = -1) -> tuple[int, ...]:
+    """Returns the layers whose inputs the loss reads: the head's, and `last` for logits.
+
+    A head for multi-token prediction reads the last one itself.
+    """
+    assert head.layer_inputs is not None  # since `eagle.head_config`
+    return head.layer_inputs + (last,) * (not isinstance(head, models.MtpConfig))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +91,7 @@ class HeadLoss:
         Both are of the target's whole vocabulary.
         """
         same, overlap = [], []
-        hidden = recording.unpacked(windows, len(head.config.layer_inputs) + 1)[1][:, :, -1]
+        hidden = recording.unpacked(windows, len(recorded_layers(head.config)))[1][:, :, -1]
         logits = self.embedder.apply(frozen["embedder"], hidden, method="unembed")
         best, total = frozen["vocab_map"][logits.argmax(-1)], jax.nn.logsumexp(logits, -1)
         whole = dataclasses.replace(self, windows=False)
@@ -96,13 +106,14 @@ class HeadLoss:
 
     def _steps(self, head, params, windows, frozen):
         """Yields (logits [B,N,R], the target's, whether the text's next token is a draft token)."""
-        layers = len(head.config.layer_inputs) + 1
+        layers = len(recorded_layers(head.config))
         tokens, hidden = recording.unpacked(windows, layers)
         count = tokens.shape[1] - self.steps
-        fixed = {name: frozen[name] for name in ("unembedding", "vocab_map")}
+        fixed = {name: frozen[name] for name in OF_TARGET if name in frozen}
         inner = {"params": params["params"] | fixed}
         apply = functools.partial(head.apply, inner)
-        feature = apply([hidden[:, :, i] for i in range(layers - 1)], method="fuse")[:, :count]
+        inputs = [hidden[:, :, i] for i in range(head.config.num_features)]
+        feature = apply(inputs, method="fuse")[:, :count]
         logits = self.teacher.apply(frozen["teacher"], hidden[:, :, -1], method="unembed")
         is_known = frozen["vocab_map"][tokens] < head.config.output_rows
         steps = jnp.arange(count)
@@ -182,6 +193,7 @@ def frozen_of(head_vocab_map: Array, target: models.Checkpoint, tokens: Array) -
         "unembedding": rows,
         "teacher": {"params": rest | {"unembedding": rows, "embedding": rows}},  # the latter unread
         "embedder": {"params": inner},
+        "target_norm": models.cast_params(inner["norm"], jnp.float32) if "norm" in inner else {},
     }
 
 

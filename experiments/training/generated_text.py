@@ -1,7 +1,7 @@
-"""Conversations that a chat model writes: text for its draft models, without a corpus.
+"""Texts that a model writes, for its draft models, without a corpus.
 
 The prompt is the chat template up to the user's message: the model writes the message, the answer
-and later turns. Source: Magpie, arXiv 2406.08464.
+and later turns. Source: Magpie, arXiv 2406.08464. A model without a template writes documents.
 """
 
 import hashlib
@@ -35,13 +35,19 @@ class Generated(Strict):
 def beginning(tokenizer: Any) -> list[int]:
     """Returns the tokens of a conversation up to the user's first word.
 
+    Without a chat template, it is the token that ends a document.
+
     Raises:
-      ConfigError: the tokenizer has no chat template.
+      ConfigError: the tokenizer has neither.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise ConfigError(
-            "generated text needs a target with a chat template: use another target, or a corpus"
-        )
+        end = getattr(tokenizer, "eos_token_id", None)
+        if end is None:
+            raise ConfigError(
+                "generated text needs a target with a chat template or an end of text: use "
+                "another target, or a corpus"
+            )
+        return [end]
     question = "QUESTION"
     messages = [{"role": "user", "content": question}]
     text = tokenizer.apply_chat_template(messages, tokenize=False)
@@ -56,7 +62,7 @@ def write(
     Every batch is stored in `work`, from which a killed run resumes.
 
     Raises:
-      ConfigError: the tokenizer has no chat template, or `work` has text of other settings.
+      ConfigError: the tokenizer has no beginning, or `work` has text of other settings.
     """
     target = magicjax.load(source, dtype=dtype)
     start = beginning(target.tokenizer)

@@ -77,7 +77,7 @@ def write(
       work: the folder of the file.
 
     Raises:
-      ConfigError: the tokenizer has no chat template, or `work` has text of other settings.
+      ConfigError: the tokenizer has no beginning, or `work` has text of other settings.
     """
     work.mkdir(parents=True, exist_ok=True)
     record = f"{settings.model_dump_json()}\n{dtype} {layers} {grid.fingerprint(source)}\n"

@@ -89,8 +89,8 @@ def check(head: Model, target: Model) -> None:
     else:
         cause = "it was trained for another target, or its weights are damaged"
     raise ValueError(
-        f"the head {head.name!r} and the target choose the same token at {rate:.1%} of a "
-        f"text's positions{expected}: {cause}; check_agreement=False uses it as it is"
+        f"the head {head.name or target.name!r} and the target choose the same token at "
+        f"{rate:.1%} of a text's positions{expected}: {cause}; check_agreement=False uses it as it is"
     )
 
 

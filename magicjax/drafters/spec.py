@@ -370,8 +370,9 @@ def text_of(drafter: Drafter) -> str:
         return _CASCADE.join(map(text_of, (drafter.first, drafter.middle)))
     kind: Any = type(drafter)
     parts = [drafter_name(kind)]
-    if has_model(kind) and drafter.model is not None:  # type: ignore[attr-defined]
-        parts.append(drafter.model.name)  # type: ignore[attr-defined]
+    name = getattr(getattr(drafter, "model", None), "name", "")
+    if needs_model(kind) or (has_model(kind) and name):
+        parts.append(name)
     declared, values = options.options_of(kind), values_of(drafter)
     for each in declared.values():
         if each.positional:

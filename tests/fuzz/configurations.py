@@ -210,8 +210,12 @@ def _member(
     if kind == "eagle":
         sinks, ring = int(rng.integers(5)), int(rng.integers(1, 20))
         budget = sinks + ring if rng.random() < 0.5 else None
-        head = tiny.head(model(shape, weights))  # random, so it agrees at chance
-        return magicjax.Eagle(head, budget, sinks, draw, check_agreement=False)
+        target = model(shape, weights)
+        c = target.config
+        own = dict(budget=budget, sinks=sinks, draw=draw, check_agreement=False)  # as it is random
+        if c.rope and c.final_norm and c.norm.startswith("rms") and rng.random() < 0.5:
+            return magicjax.MTP(tiny.mtp_head(target), **own)
+        return magicjax.Eagle(tiny.head(target), **own)
     kv_dtype = [None, None, None, "int8", "int4"][rng.integers(5)]
     if kind == "self":
         copy = [None, None, None, None, "int8", "int4:4"][rng.integers(6)] if copies else None

@@ -58,6 +58,10 @@ def eagle(**options):
     return lambda kv_heads, shards: magicjax.Eagle(tiny.head(target(kv_heads)), **options)
 
 
+def mtp(kv_heads, shards):
+    return magicjax.MTP(tiny.mtp_head(target(kv_heads)), 16)
+
+
 def cascade(first_tree=None, **options):
     def make(kv_heads, shards):
         first = magicjax.SmallModel(draft(kv_heads, shards), **options)
@@ -117,6 +121,7 @@ CASES = {
     "suffix sampled": (suffix, magicjax.chain(3), SAMPLED, 8),
     "eagle": (eagle(budget=16), TREE, {}, 4),
     "eagle sampled": (eagle(), TREE, SAMPLED, 8),
+    "mtp": (mtp, TREE, {}, 4),
     "cascade": (cascade(magicjax.chain(2)), magicjax.chain(4), {}, 4),
     "cascade sampled": (cascade(TREE), magicjax.chain(4), SAMPLED, 8),
     "cascade of one tree sampled": (cascade(draw="top"), TREE, SAMPLED, 2),

@@ -3,6 +3,7 @@
 import json
 import pathlib
 import shutil
+import types
 
 import jax
 import numpy as np
@@ -254,9 +255,11 @@ def test_generated_text_is_whole_conversations_from_their_beginning(chat_target,
     assert written.held_out.size == rows.size // generated_text.HELD_OUT_EVERY
 
 
-def test_generated_text_needs_a_chat_template(folder, tmp_path):
-    with pytest.raises(config.ConfigError, match="needs a target with a chat template"):
-        generated_text.write(str(folder / "target"), "float32", GENERATED, tmp_path)
+def test_generated_text_begins_with_a_chat_template_or_after_a_document(folder):
+    tokenizer = magicjax.load(folder / "target").tokenizer
+    assert generated_text.beginning(tokenizer) == [tokenizer.eos_token_id]
+    with pytest.raises(config.ConfigError, match="needs a target with a chat template or an end"):
+        generated_text.beginning(types.SimpleNamespace())
 
 
 @pytest.mark.slow

@@ -81,15 +81,16 @@ def test_hidden_states_are_those_of_a_pass_over_the_text(target, rows):
     assert np.isfinite(logits).all()
 
 
-def parts_of_loss(target):
+def parts_of_loss(target, head=None):
     """Returns the loss, the head's module and parameters, and what is frozen."""
     checkpoint = models.load_checkpoint(target, "float32")
-    config = eagle.head_config(eagle.HeadShape(**HEAD), checkpoint.config)
-    tokens = np.sort(np.random.default_rng(0).permutation(290)[:40])
-    vocab_map = np.full(290, 40, np.int32)
-    vocab_map[tokens] = np.arange(40)
+    config = eagle.head_config(head or eagle.HeadShape(**HEAD), checkpoint.config)
+    size = config.output_rows
+    tokens = np.sort(np.random.default_rng(0).permutation(290)[:size])
+    vocab_map = np.full(290, size, np.int32)
+    vocab_map[tokens] = np.arange(size)
     frozen = eagle_loss.frozen_of(jnp.asarray(vocab_map), checkpoint, jnp.asarray(tokens))
-    loss = eagle_loss.HeadLoss(*eagle_loss.modules_of(checkpoint, 40), 3, 0.8, windows=False)
+    loss = eagle_loss.HeadLoss(*eagle_loss.modules_of(checkpoint, size), 3, 0.8, windows=False)
     head = models.build(eagle.dataclasses.replace(config, own_unembedding=True))
     params = jax.tree.map(lambda x: np.asarray(x, np.float32), tiny.drawn(head.config, 1))
     return loss, head, eagle._without_frozen(params), frozen
@@ -108,16 +109,18 @@ def test_a_head_has_the_sizes_of_its_target_and_no_other_setting(case):
     assert config.rope == (target.rope or models.Rope())
 
 
-def test_steps_of_the_loss_are_drafts_from_every_position(target, rows):
+@pytest.mark.parametrize("kind", [None, "mtp"])
+def test_steps_of_the_loss_are_drafts_from_every_position(kind, target, rows):
     """Each logit equals that of a draft of one position, with explicit lists of keys and values."""
-    loss, head, params, frozen = parts_of_loss(target)
-    windows = np.concatenate(
-        [rows[:2, :14, :2], *[rows[:2, :14, 2:18]], *[rows[:2, :14, 18:]] * 3], -1
-    )
+    loss, head, params, frozen = parts_of_loss(target, kind)
+    first, last = rows[:2, :14, 2:18], rows[:2, :14, 18:]
+    hidden = [last] if kind == "mtp" else [first, last, last, last]
+    windows = np.concatenate([rows[:2, :14, :2], *hidden], -1)
     steps = jax.jit(lambda *arguments: list(loss._steps(head, *arguments)))(params, windows, frozen)
-    inner = {"params": params["params"] | {k: frozen[k] for k in ("unembedding", "vocab_map")}}
-    tokens, hidden = recording.unpacked(jnp.asarray(windows[:1]), 4)
-    features = head.apply(inner, [hidden[:, :, i] for i in range(3)], method="fuse")
+    inner = {"params": params["params"] | {k: frozen[k] for k in eagle_loss.OF_TARGET}}
+    tokens, hidden = recording.unpacked(jnp.asarray(windows[:1]), len(hidden))
+    inputs = [hidden[:, :, i] for i in range(head.config.num_features)]
+    features = head.apply(inner, inputs, method="fuse")
 
     def embed(position):
         read = tokens[:, position : position + 1]
@@ -218,6 +221,23 @@ def test_a_run_that_is_killed_twice_writes_the_same_head(target, tmp_path, monke
     )
     plain = magicjax.generate(model, ["def f"], params, eos_token_id=[])
     assert out.texts == plain.texts
+
+
+@pytest.mark.slow
+def test_a_head_for_multi_token_prediction_is_trained_and_drafts(target, tmp_path):
+    """Its layer is the target's, and what it reads of the target is not trained."""
+    short = SCHEDULE | dict(phases=[{"context": 12, "batch": 2, "steps": 2}])
+    made = recipe(target, head="mtp", steps=2, cross_entropy=short, overlap=None)
+    eagle.train(made, tmp_path / "work", tmp_path / "head")
+    model, head = (magicjax.load(x, dtype="float32") for x in (target, tmp_path / "head"))
+    assert head.config == models.MtpConfig.of_target(model.config)
+    norms = (x.params["params"][n]["scale"] for x, n in ((head, "target_norm"), (model, "norm")))
+    np.testing.assert_array_equal(*norms)
+    options = dict(tree="chain:3", eos_token_id=[])
+    options["drafter"] = f"mtp:{tmp_path / 'head'}:check_agreement=false"
+    params = magicjax.SamplingParams(max_tokens=12)
+    out = magicjax.generate(model, ["def f"], params, **options)
+    assert out.texts == magicjax.generate(model, ["def f"], params, eos_token_id=[]).texts
 
 
 @pytest.mark.parametrize(

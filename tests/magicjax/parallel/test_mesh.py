@@ -29,6 +29,7 @@ FEW = [
     ("MPT", (1, 8)),
     ("int4", (2, 4)),
     ("eagle sampled", (2, 4)),
+    ("mtp", (2, 4)),
     ("cascade sampled", (4, 2)),
 ]
 FAMILIES = [case for case in mesh_cases.CASES if case.startswith("family ")]

@@ -15,6 +15,7 @@ FEW = [
     ("self sampled", (1, 2, 4), 4, 4),
     ("snapkv", (2, 2, 2), None, 2),
     ("eagle sampled", (1, 2, 4), 2, 4),
+    ("mtp", (1, 2, 4), 2, 4),
 ]
 SHAPES = (
     ((1, 1, 2), 1, 2),
