@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import logging
 import math
 import os
 import pathlib
@@ -65,8 +64,6 @@ from models.quantized_checkpoints import (
 from pallas_kernels.cpu import build as cpu_build
 from pallas_kernels.cpu.packed import FLOATS, ROUNDED
 
-logger = logging.getLogger(__name__)
-
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SHARDS = "model-*-of-*.safetensors"
@@ -76,7 +73,6 @@ PACKED_DTYPES = tuple(map(np.dtype, FLOATS))
 # Names of tensors in models that also read images: in the text decoder, and elsewhere.
 OF_TEXT = re.compile(r"^(?:model\.)?language_model\.")
 OF_IMAGES = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector|visual)\.")
-OF_DRAFTER = re.compile(r"mtp\.")  # layers for the prediction of several tokens (Qwen)
 # Settings in generation_config.json that change a sampled text, and their values without an effect.
 SAMPLING_KEYS = {
     "temperature": None,
@@ -460,11 +456,7 @@ def _scan(path: pathlib.Path, config: DecoderConfig) -> dict[str, Stored]:
         return {name: where for name, where in canonical if name not in unused}
     if config.family in TEXT_DECODERS.values():
         stored = {OF_TEXT.sub("", n): x for n, x in stored.items() if not OF_IMAGES.match(n)}
-    if config.linear_layers:
-        drafter = [n for n in stored if OF_DRAFTER.match(n)]
-        stored = {n: x for n, x in stored.items() if n not in drafter}
-        if drafter:
-            logger.warning("%s: the drafter in the tensors mtp.* is not read", path)
+    if "delta_conv" in FAMILIES[config.family].names:
         stored = separate_experts(stored)
     prefix = FAMILIES[config.family].prefix
     known = prefix, UNEMBEDDING.removesuffix("weight"), mtp_checkpoints.PREFIX

@@ -20,9 +20,14 @@ from models.layers import Attend
 from models.linear import Projection
 from sharding import EMBED, VOCAB
 
-# Fields of the target's layers other than the head's, which attends to the whole text.
+# The head attends to the whole text, whatever the target's layers do.
 _WHOLE_TEXT: dict[str, Any] = dict(
-    sliding_window=None, full_layers=(), window_positions=None, unrotated_layers=()
+    sliding_window=None,
+    full_layers=(),
+    window_positions=None,
+    unrotated_layers=(),
+    linear_layers=(),
+    delta_net=None,
 )
 
 

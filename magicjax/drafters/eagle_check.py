@@ -88,9 +88,10 @@ def check(head: Model, target: Model) -> None:
         return
     else:
         cause = "it was trained for another target, or its weights are damaged"
+    name = head.name or target.name  # of the target's own
     raise ValueError(
-        f"the head {head.name or target.name!r} and the target choose the same token at "
-        f"{rate:.1%} of a text's positions{expected}: {cause}; check_agreement=False uses it as it is"
+        f"the head {name!r} and the target choose the same token at {rate:.1%} of a text's "
+        f"positions{expected}: {cause}; check_agreement=False uses it as it is"
     )
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+import re
 import shutil
 
 import jax
@@ -18,11 +19,17 @@ from magicjax import loading
 from magicjax.kv_cache import full_cache
 from magicjax.kv_cache.model_stats import ModelStats
 from magicjax.settings import Settings
+from models import hf_parameters
+from models.eagle_checkpoints import tensors_of
+from models.hf_config import text_decoder
 from tests.models import mtp_reference
 from tests.models.conftest import GOLDEN
 from tests.models.mtp_reference import Reference
+from tests.models.published_configs import PUBLISHED
+from tests.quick import quick
 
-CASES = ("qwen3",)
+CASES = ("qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_next")
+QUICK = ("qwen3_5", "qwen3_next")
 TOLERANCE = 2e-5  # of the largest logit
 TEXT, STEPS = 9, 4
 CONTROLS = ("hidden_first", "raw_hidden", "raw_output")
@@ -102,7 +109,7 @@ def logits_of(target, drafter, text, hidden, attend) -> np.ndarray:
     return np.stack(found)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick(CASES, *QUICK))
 def test_logits_of_a_chain_are_those_of_the_reference(case, stored, attend_causally):
     """Other wirings are far from it."""
     files, (text, hidden) = stored(case), text_of(case)
@@ -117,7 +124,7 @@ def test_logits_of_a_chain_are_those_of_the_reference(case, stored, attend_causa
         assert error(**{control: True}) > 1e-2
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick(CASES, *QUICK))
 def test_the_drafter_proposes_the_tokens_of_the_reference(case, stored):
     """By its own prefill and cache, from the output of the target's last layer."""
     files, (text, hidden) = stored(case), text_of(case)
@@ -161,6 +168,42 @@ def test_a_head_is_found_beside_its_target_or_by_path(stored, tmp_path):
     assert target.mtp_head().load() is target.mtp_head().load()
     with pytest.raises(ValueError, match="is a learned head, which drafts for another model"):
         magicjax.generate(again, [[5]], params)
+
+
+@pytest.mark.parametrize("name", ["qwen3-next-80b-a3b", "qwen3.5-27b", "qwen3.5-35b-a3b"])
+def test_tensors_of_published_heads(name, tmp_path):
+    """Names and shapes, without values: of a layer with attention, whatever the target's first."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    config = models.load_config(tmp_path, mtp=True)
+    raw, shapes = text_decoder(PUBLISHED[name]), hf_parameters.parameter_shapes(config)
+    found = {
+        tensor.name: tensor.stored_shape(shapes[tensor.path].value.shape)
+        for tensor in tensors_of(config)
+    }
+    norm = {"model.norm.weight": (raw["hidden_size"],)}
+    assert found == mtp_reference.shapes_of(raw) | norm
+    assert models.MtpConfig.of_target(models.load_config(tmp_path)) == config
+
+
+def test_a_head_beside_a_model_that_reads_images_has_experts_in_two_tensors(stored, tmp_path):
+    """As Qwen3.5's files are: the text decoder has a prefix, the head has none."""
+    files = stored("qwen3_5_moe")
+    expected = models.load_checkpoint(files.path, mtp=True)
+    tensors, experts = dict(files.tensors), "mtp.layers.0.mlp.experts"
+    for fused, kinds in {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}.items():
+        tensors[f"{experts}.{fused}"] = np.stack(
+            [
+                np.concatenate([tensors.pop(f"{experts}.{i}.{kind}_proj.weight") for kind in kinds])
+                for i in range(files.config["num_experts"])
+            ]
+        )
+    tensors = {re.sub("^model", "model.language_model", name): x for name, x in tensors.items()}
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    raw = {"model_type": "qwen3_5_moe", "text_config": files.config}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    found = models.load_checkpoint(tmp_path, mtp=True)
+    assert found.module == expected.module
+    jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
 
 
 @pytest.mark.parametrize(
