@@ -71,7 +71,7 @@ class Auto:
     lookup, for example, improves with its length. Meshes with pipeline stages are not supported.
 
     Attributes:
-      drafters: the candidates, of any kind; None: prompt lookup, suffix lookup, and
+      drafters: the candidates, of any kind, or their texts; None: prompt lookup, suffix lookup, and
         self-speculation with streaming and SnapKV caches of 64, 256 and 1,024 slots, as far as the
         prompts are longer.
       tree: the static tree of the trials; no deeper one is timed. A tree with branches also
@@ -82,10 +82,10 @@ class Auto:
         `cost_model.DEVICES`). None: the file that calibrate writes by default, if there is one.
 
     Raises:
-      ValueError: no drafter, or a tree that is not static or has no child.
+      ValueError, TypeError: no drafter, what is none, or a tree that is not static or has no child.
     """
 
-    drafters: Sequence[Drafter] | None = None
+    drafters: Sequence[Drafter | str] | None = None
     tree: TokenTree = chain(8)
     profile: str | os.PathLike | None = None
 
@@ -94,7 +94,12 @@ class Auto:
             object.__setattr__(self, "drafters", tuple(self.drafters))
             if not self.drafters:
                 raise ValueError("drafters=() is empty: give at least one, or omit drafters")
-            names = [text_of(drafter) for drafter in self.drafters]
+            for each in self.drafters:
+                if not isinstance(each, Drafter | str):
+                    raise TypeError(
+                        f"drafters has {each!r}: pass drafters, or texts such as 'prompt-lookup:4'"
+                    )
+            names = [each if isinstance(each, str) else text_of(each) for each in self.drafters]
             if len({*names}) < len(names):
                 raise ValueError(f"drafters={', '.join(names)} have equal names: remove duplicates")
         if not isinstance(self.tree, TokenTree) or self.tree.num_nodes < 2:
@@ -273,7 +278,9 @@ def validated_candidates(
     without_drafter = dataclasses.replace(options, drafter=None, verifier=None)
     plain = validated_request(target, prompts, params, without_drafter)
     requests, skipped = dict[str, Request](), dict[str, str]()
-    for drafter in auto.drafters or default_drafters(min(map(len, plain.prompts))):
+    candidates = auto.drafters or default_drafters(min(map(len, plain.prompts)))
+    for drafter in (drafter_and_tree(target, each, None)[0] for each in candidates):
+        assert drafter is not None  # as the candidates are
         has_trees = isinstance(drafter, Ensemble) and drafter.trees is not None
         tree = None if has_trees else auto.tree
         with_drafter = dataclasses.replace(options, drafter=drafter, tree=tree)

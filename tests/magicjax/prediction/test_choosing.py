@@ -9,6 +9,7 @@ import magicjax
 from magicjax.decoding import memory, program_cache
 from magicjax.decoding.decoder import Decoder
 from magicjax.decoding.paired_timing import PrefilledPrompts, time_decoders
+from magicjax.decoding.request import RequestOptions
 from magicjax.drafters.spec import text_of
 from magicjax.model import RING_SPARE
 from magicjax.prediction import choosing, cost_model, trials
@@ -271,6 +272,7 @@ def test_a_candidate_that_does_not_fit_the_memory_has_no_trial(monkeypatch):
 REFUSED = {
     "no drafter": (dict(drafters=()), "drafters=.. is empty"),
     "the same drafter twice": (dict(drafters=drafters("cheap", "cheap")), "remove duplicates"),
+    "what is no drafter": (dict(drafters=[4]), "drafters has 4: pass drafters, or texts"),
     "a tree of a root": (dict(tree=ROOT_ONLY), "at least one child"),
 }
 
@@ -278,8 +280,16 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_settings_are_checked(case):
     settings, message = REFUSED[case]
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         Auto(**settings)
+
+
+def test_a_candidate_can_be_a_text():
+    options = RequestOptions(drafter=Auto(["prompt-lookup:3", "suffix:4"]))
+    found = choosing.validated_candidates(
+        tiny.model(), tiny.prompts(8), magicjax.SamplingParams(max_tokens=4), options
+    )
+    assert [*found.requests] == ["prompt-lookup:3", "suffix:4"]
 
 
 def test_a_shallower_chain_can_be_expected_to_be_faster():
