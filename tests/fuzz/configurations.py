@@ -25,6 +25,13 @@ SHAPES: tuple[dict[str, Any], ...] = (
     dict(hidden_size=64, intermediate_size=96, head_dim=16),
     dict(num_layers=3, sliding_window=7, full_layers=(1,)),
     dict(num_experts=4, experts_per_token=2, num_kv_heads=1),
+    dict(
+        num_layers=3,
+        linear_layers=(0, 2),
+        delta_net=models.DeltaNetShape(
+            key_heads=2, value_heads=4, key_dim=8, value_dim=8, conv_width=3
+        ),
+    ),
 )
 MAX_DEPTH = 5
 ENGINES = 3  # one configuration of so many is an engine
@@ -217,16 +224,17 @@ def _member(
             return magicjax.MTP(tiny.mtp_head(target), **own)
         return magicjax.Eagle(tiny.head(target), **own)
     kv_dtype = [None, None, None, "int8", "int4"][rng.integers(5)]
+    hybrid = "linear_layers" in SHAPES[shape]
     if kind == "self":
         copy = [None, None, None, None, "int8", "int4:4"][rng.integers(6)] if copies else None
         layers = [None, None, "0", "1"][rng.integers(4)]
         if SHAPES[shape].get("num_layers") == 1:
             layers = None
-        if layers == "0" and "full_layers" in SHAPES[shape]:
-            layers = "0,1"  # drafts of windowed layers alone pin nothing
+        if layers == "0" and (hybrid or "full_layers" in SHAPES[shape]):
+            layers = "0,1"  # drafts of windowed layers or states alone pin nothing
         if rng.random() < 0.1:
             return magicjax.FullCacheSpeculation(draw=draw, weights=copy, layers=layers)
-        if rng.random() < 0.1:
+        if rng.random() < 0.1 and not hybrid:
             return dataclasses.replace(_page_retrieval(rng, draw), layers=layers)
         policy, budget = _policy(rng, depth + 1)
         refresh = int(rng.integers(1, 5)) if rng.random() < 0.5 else None
@@ -235,7 +243,7 @@ def _member(
         own = policy, budget, draw, refresh, kv_dtype
         return magicjax.SelfSpeculation(*own, weights=copy, layers=layers)
     draft = _draft_model(rng, shape, weights)
-    if rng.random() < 0.5:
+    if rng.random() < 0.5 or any(draft.linear):
         return magicjax.SmallModel(draft, draw)
     policy, budget = _policy(rng, 2 * depth + 1)
     in_cache = isinstance(policy, magicjax.StreamingLLM) and kv_dtype is None
@@ -276,6 +284,8 @@ def _draft_model(rng, shape: int, weights: int) -> magicjax.Model:
         windows = (
             dict(sliding_window=None, full_layers=()) if "full_layers" in SHAPES[shape] else {}
         )
+        if "linear_layers" in SHAPES[shape]:
+            windows = dict(linear_layers=(), delta_net=None)
         return model(shape, weights + 1, **changes, **windows)
     near = model(shape, weights, noise)
     if kind > 2:

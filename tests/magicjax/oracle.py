@@ -1,4 +1,4 @@
-"""The slow oracle: a Llama and its greedy text in numpy float64, written from the equations.
+"""The slow oracle: a Llama with gated delta nets, and its greedy text, in numpy float64.
 
 Nothing here comes from the packages under test but the parameters: no cache, no tree, no chunk, no
 drafter. Each token costs a whole forward over the text so far.
@@ -50,6 +50,34 @@ def _attention(x, weights, config, sees, kv_bits=None):
     return np.einsum("thd,ehd->te", out, weights["out"]["weight"])
 
 
+def _delta_net(x, weights, config, sees):
+    """A gated delta net of one text, token by token, each from the state after its parent."""
+    shape, path = config.delta_net, [np.flatnonzero(row)[::-1] for row in sees]  # newest first
+    q, k, v, z = (np.einsum("te,hde->thd", x, weights[name]["weight"]) for name in "qkvz")
+    mixed = np.concatenate([y.reshape(len(x), -1) for y in (q, k, v)], -1)
+    kernel = weights["conv"][:, 0, ::-1].T  # of the token, of its parent, ...
+    mixed = np.array([(mixed[p[: len(kernel)]] * kernel[: len(p)]).sum(0) for p in path])
+    mixed = mixed / (1 + np.exp(-mixed))
+    sizes = np.cumsum([q[0].size, k[0].size])
+    q, k, v = (y.reshape(z.shape) for y, z in zip(np.split(mixed, sizes, -1), (q, k, v)))
+    q, k = (y / np.sqrt((y * y).sum(-1, keepdims=True) + 1e-6) for y in (q, k))
+    rate = np.log1p(np.exp(x @ weights["a"]["weight"].T + weights["step_bias"]))
+    decay = np.exp(-np.exp(weights["log_rate"]) * rate)
+    beta = 1 / (1 + np.exp(-x @ weights["b"]["weight"].T))
+    out, states = np.zeros_like(v), {}
+    for t, (own, *before) in enumerate(path):
+        assert own == t
+        for head in range(shape.value_heads):
+            shared = head // (shape.value_heads // shape.key_heads)
+            state = states[before[0], head] if before else np.zeros((q.shape[-1], v.shape[-1]))
+            state = decay[t, head] * state
+            update = beta[t, head] * (v[t, head] - k[t, shared] @ state)
+            states[t, head] = state + np.outer(k[t, shared], update)
+            out[t, head] = q[t, shared] / np.sqrt(q.shape[-1]) @ states[t, head]
+    out = _norm(out, weights["norm"]["scale"], config.norm_eps) * z / (1 + np.exp(-z))
+    return np.einsum("thd,ehd->te", out, weights["out"]["weight"])
+
+
 def _within(sees, window):
     """Returns what tokens see in a layer, of which each sees its `window` newest positions."""
     if window is None:
@@ -89,8 +117,11 @@ def logits(target, text, sees=None) -> np.ndarray:
     for layer in range(config.num_layers):
         block = params[f"layers_{layer}"]
         normed = _norm(x, block["attention_norm"]["scale"], config.norm_eps)
-        seen = _within(sees, config.windows[layer])
-        x = x + _attention(normed, block["attention"], config, seen, target.kv_bits)
+        if config.linear[layer]:
+            x = x + _delta_net(normed, block["delta_net"], config, sees)
+        else:
+            seen = _within(sees, config.windows[layer])
+            x = x + _attention(normed, block["attention"], config, seen, target.kv_bits)
         normed = _norm(x, block["mlp_norm"]["scale"], config.norm_eps)
         x = x + (_mlp if config.num_experts is None else _mixture)(normed, block["mlp"], config)
     return _norm(x, params["norm"]["scale"], config.norm_eps) @ params["unembedding"].T
