@@ -380,6 +380,8 @@ def skeleton(
         types, as `load` does on a CPU without a mesh.
     """
     source = source_of(source)
+    if offload:
+        offloading.check_layers(source.config)
     dtype = source.stored_dtype if dtype is None else dtype
     alike = offload or stages > 1
     formats = source.matrix_formats(weights, dtype, packed=packed, alike=alike)

@@ -9,7 +9,7 @@ import pytest
 
 import magicjax
 import models
-from magicjax import placement
+from magicjax import loading, placement
 from magicjax.decoding.decoder import Decoder
 from magicjax.kv_cache import full_cache, state_layers
 from magicjax.parallel import pipeline_stages
@@ -117,6 +117,8 @@ def test_options_that_states_rule_out_are_errors():
             keywords.generate(target, [[1, 2, 3]], drafter=drafter, **OPTIONS)
     with pytest.raises(ValueError, match="offload with layers of two kinds .*qwen3_5_text"):
         magicjax.offload(target)
+    with pytest.raises(ValueError, match="offload with layers of two kinds"):  # `plan` and `fit`
+        loading.skeleton("qwen3.5-27b", "bfloat16", offload=True)
     with pytest.raises(ValueError, match="stage=2 with gated delta nets .*'qwen3_5_text'"):
         pipeline_stages.check_layers(target.config, 2)
     with pytest.raises(ValueError, match="model=2 with gated delta nets .*use a mesh of the axis"):
