@@ -85,7 +85,7 @@ def split_of(config: models.DecoderConfig, shards: int | None, mesh: AnyMesh) ->
     if split.shards > 1 and getattr(c, "linear_layers", None):
         raise ValueError(
             f"model={split.shards} with gated delta nets (family {c.family!r}) is not supported: "
-            "use a mesh of the axis data, and load the model with it"
+            "use a mesh of the axis data; load a draft model with shards=1"
         )
     draft_vocab_size = getattr(c, "draft_vocab_size", None)
     if split.shards > 1 and draft_vocab_size is not None:
