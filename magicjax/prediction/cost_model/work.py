@@ -29,8 +29,9 @@ class Sizes:
       name: for error messages.
       num_layers, hidden_size, num_heads, num_kv_heads, vocab_size: from its config.
       head_dim: head size of the KV cache.
-      attention: elements of the matrices of attention and of gated delta nets in all layers.
-      mlp: elements of the MLP matrices.
+      attention: elements of the matrices of attention, gated delta nets and shared experts in all
+        layers: every token uses them whole.
+      mlp: elements of the other MLP matrices.
       unembedding: elements of the output matrix.
       small: elements of norms and biases.
       tables: elements of tables of which a pass reads few rows: positions, an untied embedding, the
@@ -189,8 +190,8 @@ def sizes_of(
         elif keys[-1] in ("embedding", "position_embedding", "vocab_map"):
             counted["tables"] += elements
         elif keys[-1] == "weight":
-            mixes = keys[-2] in ("q", "k", "v", "out") or keys[-3] in ("attention", "delta_net")
-            counted["attention" if mixes else "mlp"] += elements
+            whole = keys[-3] in ("attention", "delta_net", "shared")
+            counted["attention" if whole else "mlp"] += elements
             matrix_bytes += array_bytes(leaf.shape, leaf.dtype)
         elif keys[-1] in ("scale", "zero") and len(leaf.shape) > 1:  # a norm's scale is a vector
             matrix_bytes += array_bytes(leaf.shape, leaf.dtype)

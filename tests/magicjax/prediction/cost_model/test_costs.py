@@ -48,6 +48,11 @@ def test_more_tokens_read_more_experts():
     assert sizes.mlp == mixture.num_layers * 8 * expert + router
     idle = sizes.itemsize * 3 / 4 * sizes.mlp
     assert sizes.read_bytes(1) == pytest.approx(sizes.weight_bytes - idle)
+    shared = cost_model.sizes_of(dataclasses.replace(mixture, shared_expert_size=24))
+    gate = mixture.num_layers * mixture.hidden_size
+    assert shared.mlp == sizes.mlp + gate
+    own = 3 * 24 * mixture.hidden_size * mixture.num_layers  # which each token uses
+    assert shared.attention == sizes.attention + own
 
 
 def test_a_mixture_is_planned_a_shorter_chain_than_a_dense_model():
