@@ -86,7 +86,7 @@ def prefill_cache(
         index = jnp.clip(lengths - 1 - start, 0, chunk - 1)
         ends_here = (lengths > start) & (lengths <= start + chunk)
         chunk_last = jnp.take_along_axis(hidden, index[:, None, None], 1)[:, 0]
-        stats = _update(model, stats, queries, cache.k, start, lengths, settings.backend)
+        stats = _update(model, stats, queries, cache.k, start, chunk, lengths, settings.backend)
         kept = {
             layer: jax.lax.dynamic_update_slice_in_dim(stats.layer_inputs[layer], x, start, 1)
             for layer, x in inputs.items()
@@ -127,6 +127,7 @@ def _update(
     queries: tuple,
     keys: tuple,
     start,
+    chunk: int,
     lengths: Int[Array, "B"],
     backend: str | None,
 ) -> ModelStats:
@@ -136,8 +137,7 @@ def _update(
         pairs = zip(windows, queries, strict=True)
         windows = tuple(old and update_from_chunk(old, new, start, lengths) for old, new in pairs)
     if total is not None:
-        tokens = next(each[0].shape[1] for each in queries if each is not None)
-        position = start + jnp.arange(tokens)
+        position = start + jnp.arange(chunk)
         seen = jnp.where(position < lengths[:, None], position + 1, 0)
         options: Any = dict(softcap=softcap_of(model.config), backend=backend)
 

@@ -14,6 +14,7 @@ from magicjax.decoding.decoder import Decoder
 from magicjax.kv_cache import full_cache, state_layers
 from magicjax.parallel import pipeline_stages
 from sharding import abstract_mesh, factored
+from tests.fuzz import checks
 from tests.magicjax import keywords, recomputation, tiny
 from tests.magicjax.decoding import test_compiled
 
@@ -68,6 +69,17 @@ def test_bytes_of_states_are_those_of_the_arrays():
         assert target.kv_bytes(rows, slots) == found
     # A float32 state [4, 8, 6], and three inputs of 2 * 16 + 24 channels.
     assert target.state_bytes == 4 * (4 * 8 * 6 + 3 * 56)
+
+
+def test_a_target_without_attention_drafts_by_a_policy_that_has_nothing_to_choose():
+    module = models.build(tiny.config(**tiny.HYBRID | dict(linear_layers=(0, 1))))
+    params = tiny.loud(tiny.drawn(module.config, 0), np.random.default_rng(0), 0.0)
+    target = magicjax.Model(module, tiny.put(params), name="states")
+    drafter, prompts = magicjax.SelfSpeculation("h2o", 24), tiny.prompts(3)
+    output = keywords.generate(target, prompts, drafter=drafter, **OPTIONS)
+    assert output.stats.acceptance_rate == 1  # a draft has all that the target has
+    for prompt, tokens in zip(prompts, output.tokens, strict=True):
+        checks.greedy(target, prompt, tokens, recomputation.logits)
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4:8"])
