@@ -60,16 +60,19 @@ class Prefix:
                 return False
         return True
 
+    @property
+    def state_length(self) -> int | None:
+        """The tokens in the target's states; None without states."""
+        if not self.cache.states:
+            return None
+        return int(global_arrays.fetch(self.cache.lengths).max())
+
     def begins(self, text: Int[np.ndarray, "T"], common: int) -> bool:
         """Whether the target can go on after the first `common` tokens, which a text shares.
 
-        A state cannot be shortened: it must be that of a text with which the other one begins. Of
-        tokens after a stop string it has more.
+        A state cannot be shortened: it must be that of a text with which the other one begins.
         """
-        caches = jax.tree.leaves(self.cache, is_leaf=lambda x: isinstance(x, KVCache))
-        states = [x for x in caches if isinstance(x, KVCache) and x.states]
-        lengths = (int(global_arrays.fetch(x.lengths).max()) for x in states)
-        return all(length == min(common, len(text) - 1) for length in lengths)
+        return self.state_length in (None, min(common, len(text) - 1))
 
     @property
     def num_bytes(self) -> int:
@@ -171,9 +174,12 @@ class PrefixStore:
     def add(self, prefix: Prefix) -> tuple[KVCache, Any] | None:
         """Stores a prefix; returns arrays on the device that it has no more use for, or None.
 
-        A prefix of another entry is not stored, and replaces those that are its own prefixes.
+        A prefix of another entry is not stored, and replaces those that are its own prefixes. Nor
+        are states after a stop string, which have tokens after it that no text begins with.
         """
         if not self.max_entries or len(prefix.tokens) < self.min_shared:
+            return prefix.row
+        if prefix.state_length not in (None, len(prefix.tokens)):
             return prefix.row
         for entry in self._entries:
             if common_prefix(entry.tokens, prefix.tokens) == len(prefix.tokens):

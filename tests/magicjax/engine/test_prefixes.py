@@ -8,6 +8,7 @@ import magicjax
 from magicjax import SamplingParams
 from magicjax.decoding import program_cache
 from magicjax.engine import prefix_store
+from magicjax.kv_cache.full_cache import KVCache
 from tests.magicjax import oracle, tiny
 from tests.magicjax.engine import engines
 from tests.magicjax.engine.test_schedules import Long
@@ -154,7 +155,7 @@ def test_an_offloaded_target_gives_the_texts_of_a_resident_one(tally):
 
 
 def entry(tokens) -> prefix_store.Prefix:
-    cache = jax.numpy.array([len(tokens)])
+    cache = KVCache((), (), jax.numpy.array([len(tokens)]), ())
     return prefix_store.Prefix(np.array(tokens, np.int32), cache, None)
 
 
@@ -167,9 +168,9 @@ def test_the_store_evicts_the_least_recently_used_prefix():
     assert store.add(entry([1, 2, 3])) is None
     assert store.add(entry([4, 5])) is None and store.num_bytes == 200
     row, common = store.copy_longest(np.array([1, 2, 9]))
-    assert common == 2 and int(row[0][0]) == 3
+    assert common == 2 and int(row[0].lengths[0]) == 3
     unused = store.add(entry([6, 7]))
-    assert int(unused[0][0]) == len([4, 5])
+    assert int(unused[0].lengths[0]) == len([4, 5])
     assert held(store) == [[1, 2, 3], [6, 7]]
     assert (store.lookups, store.hits, store.reused_tokens) == (1, 1, 2)
 
@@ -179,7 +180,7 @@ def test_the_store_keeps_the_longest_of_prefixes_of_each_other():
     store.add(entry([1, 2]))
     store.add(entry([7]))
     longer, shorter = entry([1, 2, 3]), entry([1, 2])
-    assert int(store.add(longer)[0][0]) == len([1, 2])
+    assert int(store.add(longer)[0].lengths[0]) == len([1, 2])
     assert store.add(shorter)[0] is shorter.cache and held(store) == [[7], [1, 2, 3]]
 
 
@@ -197,7 +198,7 @@ def test_the_most_recently_used_of_equally_long_prefixes_is_copied():
     for tokens in ([1, 2, 3, 4], [1, 2, 5]):
         store.add(entry(tokens))
     row, common = store.copy_longest(np.array([1, 2, 9]))
-    assert common == 2 and int(row[0][0]) == len([1, 2, 5])
+    assert common == 2 and int(row[0].lengths[0]) == len([1, 2, 5])
 
 
 def test_a_store_of_no_bytes_keeps_nothing():

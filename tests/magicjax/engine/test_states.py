@@ -79,8 +79,8 @@ def test_a_text_goes_on_from_the_end_of_another_only(name):
     assert served(running, other)[1] == 0
 
 
-def test_a_text_that_a_stop_string_ends_has_a_later_state(monkeypatch):
-    """Its state has tokens after the end, so that no text goes on from it."""
+def test_a_text_that_a_stop_string_ends_is_not_stored(monkeypatch):
+    """Its state has tokens after the end, from which no text goes on: the prompt's stays."""
     running, prompt = engine("plain"), text(66)
     deliver = Handle.deliver
 
@@ -94,9 +94,9 @@ def test_a_text_that_a_stop_string_ends_has_a_later_state(monkeypatch):
         handle = running.submit(prompt, SamplingParams(max_tokens=30))
         running.run()
     (entry,) = running._prefixes._entries
-    assert len(entry.tokens) < entry.cache.lengths[0]
+    assert len(entry.tokens) == entry.cache.lengths[0] == len(prompt)
     turn = np.concatenate([prompt, handle.result().tokens, text(9, seed=1)])
-    assert served(running, turn)[1] == 0
+    assert served(running, turn)[1] == len(prompt)
 
 
 def test_prefixes_with_states_return_from_host_memory():
