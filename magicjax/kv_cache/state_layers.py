@@ -163,9 +163,10 @@ def run_chain(
     """
     batch, length, _ = inputs.x.shape
     live = (jnp.arange(length) < count[:, None])[..., None]
-    # In padding nothing decays, and nothing is added.
-    beta, log_decay = (jnp.where(live, x, 0) for x in (inputs.beta, inputs.log_decay))
-    both = jnp.concatenate([state.inputs, inputs.x.astype(state.inputs.dtype)], 1)
+    # In padding nothing decays, and nothing is added, not even 0 times what is not finite.
+    own = inputs.x, inputs.beta, inputs.log_decay
+    x, beta, log_decay = (jnp.where(live, y, 0) for y in own)
+    both = jnp.concatenate([state.inputs, x.astype(state.inputs.dtype)], 1)
     newest = _newest(both, count, state.inputs.shape[1])
     both, kernel = both.astype(beta.dtype), inputs.kernel.astype(beta.dtype).T
     mixed: Any = sum(both[:, i : i + length] * w for i, w in enumerate(kernel))

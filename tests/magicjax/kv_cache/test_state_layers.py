@@ -174,7 +174,11 @@ def test_a_chain_in_parts_is_the_recurrence_and_padding_leaves_the_state():
     inputs, state = drawn(3, CHAIN, "float32")
     parents = np.arange(-1, CHAIN - 1)
     counts = np.array([CHAIN, 1, 0], np.int32)
-    out, after = jax.jit(state_layers.run_chain)(inputs, state, counts)
+    padding = np.arange(CHAIN) >= counts[:, None]
+    poisoned = jax.tree.map(
+        lambda x: jnp.where(padding[..., None], jnp.nan, x) if x.ndim > 2 else x, inputs
+    )
+    out, after = jax.jit(state_layers.run_chain)(poisoned, state, counts)
     for row, count in enumerate(counts):
         expected, states = by_paths(inputs, state, row, parents)
         if count:
