@@ -73,8 +73,7 @@ def check_prefixes(row: Request, config: EngineConfig) -> None:
     if config.host_prefix_bytes and not num_prefixes(row, config):
         raise ValueError(
             f"host_prefix_bytes={config.host_prefix_bytes} has no effect without prefixes on the "
-            "device: omit it, or give prefix_bytes, with a policy that does not read the whole "
-            "prompt"
+            "device: omit it, or give prefix_bytes, with a drafter for which prefixes can be stored"
         )
 
 

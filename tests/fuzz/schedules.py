@@ -154,11 +154,18 @@ def _options(rng, made: Configuration, drafter: Any) -> dict[str, Any]:
     prefix_bytes = [None, None, None, 0][rng.integers(4)]
     logprobs, host, adaptive = rng.random(3) < (0.3, 0.4, 0.3)
     found = dict(prefix_bytes=prefix_bytes, logprobs=LOGPROBS if logprobs else None)
-    whole = drafter is not None and drafter.stats_spec().total
-    if host and prefix_bytes is None and not whole:
+    if host and prefix_bytes is None and _stores_prefixes(made, drafter):
         found["host_prefix_bytes"] = HOST_BYTES
     found["adaptive"] = bool(adaptive and made.exact and drafter is not None)
     return found
+
+
+def _stores_prefixes(made: Configuration, drafter) -> bool:
+    """Returns whether an engine stores prefixes by default."""
+    if drafter is None:
+        return True
+    spec, has_states = drafter.stats_spec(), any(made.target(0).linear)
+    return not spec.total and not (has_states and (spec.layer_inputs or spec.window))
 
 
 def _run(session: Session, unit: int, found: Found) -> int:

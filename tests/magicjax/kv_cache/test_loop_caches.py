@@ -12,7 +12,7 @@ import magicjax
 from magicjax.decoding.decoder import Decoder
 from magicjax.kv_cache import full_cache, prefill
 from magicjax.settings import StatsSpec
-from tests.magicjax import keywords, tiny
+from tests.magicjax import keywords, oracle, tiny
 from tests.magicjax.kv_cache import test_pages
 from tests.quick import quick
 
@@ -68,8 +68,11 @@ def check_cache(cache, model, texts, lengths, tolerance) -> None:
     padded[:count] = lengths
     fresh = fresh_prefill(cache.slots.shape[2])(model, tokens, padded)
     fresh = jax.tree.map(lambda x: np.asarray(x)[:count], fresh)
+    # An element of a cache in 8 bits that is rounded to another step changes what follows.
+    of_states = tolerance * (oracle.STEP if model.kv_bits else 1)
     for found, expected in zip(*map(jax.tree.leaves, (cache.states, fresh.states)), strict=True):
-        assert np.abs(found - expected).max() <= tolerance * np.abs(expected).max()
+        error = np.abs(found - expected).max()
+        assert error <= of_states * np.abs(expected).max(), error / np.abs(expected).max()
     live = (np.arange(cache.slots.shape[2]) < lengths[:, None])[:, None, :, None]
     for found, expected in zip((*cache.k, *cache.v), (*fresh.k, *fresh.v), strict=True):
         if found is None:
