@@ -91,6 +91,10 @@ class Auto:
 
     def __post_init__(self):
         if self.drafters is not None:
+            if isinstance(self.drafters, Drafter | str):
+                raise TypeError(
+                    f"drafters={self.drafters!r} is one drafter: pass a list, drafters=[...]"
+                )
             object.__setattr__(self, "drafters", tuple(self.drafters))
             if not self.drafters:
                 raise ValueError("drafters=() is empty: give at least one, or omit drafters")

@@ -272,6 +272,11 @@ def test_a_candidate_that_does_not_fit_the_memory_has_no_trial(monkeypatch):
 REFUSED = {
     "no drafter": (dict(drafters=()), "drafters=.. is empty"),
     "the same drafter twice": (dict(drafters=drafters("cheap", "cheap")), "remove duplicates"),
+    "a text in place of a list": (dict(drafters="prompt-lookup:4"), "is one drafter: pass a list"),
+    "a drafter in place of a list": (
+        dict(drafters=magicjax.PromptLookup()),
+        "is one drafter: pass a list",
+    ),
     "what is no drafter": (dict(drafters=[4]), "drafters has 4: pass drafters, or texts"),
     "a tree of a root": (dict(tree=ROOT_ONLY), "at least one child"),
 }
