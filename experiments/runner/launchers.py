@@ -13,6 +13,7 @@ import pathlib
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -197,6 +198,7 @@ def _exit_on_request(stop: Stop) -> None:
     """Exits when the user stops the running cell."""
     while not stop.now():
         time.sleep(0.2)
+    print("finished cells are kept: rerun the command to resume", file=sys.stderr, flush=True)
     os._exit(INTERRUPTED)
 
 
