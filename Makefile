@@ -22,7 +22,7 @@ setup: ## make .venv with all development packages
 	@tools/setup_env.sh .venv dev
 	@echo "Ready: source .venv/bin/activate"
 
-demo: ## compare speculative with plain decoding (downloads 93 MB); writes results/demo/
+demo: ## compare speculative with plain decoding (downloads 1.6 GB); writes results/demo/
 	@tools/setup_env.sh .venv experiments
 	@.venv/bin/python -m experiments.launch experiments/configs/demo.yaml
 
