@@ -102,7 +102,10 @@ def test_a_second_draft_vocabulary_is_refused():
     module, _ = models.with_draft_vocab(
         models.build(tiny_models.config(vocab_size=112)), None, 32, ()
     )
-    with pytest.raises(ValueError, match="draft_vocab=16: the model has a draft vocabulary of its"):
+    with pytest.raises(
+        ValueError,
+        match="draft_vocab=16: the model is a learned head, or has a draft vocabulary of its",
+    ):
         models.with_draft_vocab(module, None, 16, ())
     with pytest.raises(ValueError, match="an output matrix of 32 tokens cannot be written"):
         models.save_checkpoint("unused", module, {})
