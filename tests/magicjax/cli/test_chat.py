@@ -228,6 +228,7 @@ def sampling_model(model, tmp_path):
     return copy
 
 
+@pytest.mark.slow
 def test_sampling_is_what_the_files_ask_for(sampling_model, run):
     prompt = ("--prompt", "abc", "--max-tokens", "40")
 

@@ -274,12 +274,9 @@ QUICK = [
     Case(CASCADE, CASCADED),
     Case(SELF, WIDE, "weights=int4:8", batch=3, accepts=0.02),
     Case(QUEST, WIDE, "kv_dtype=int8"),
-    Case(NEAR, IRREGULAR, "mpt", accepts=0.02),
-    Case(LOOKUP, CHAIN, "gpt-oss"),
     Case(SELF, WIDE, "olmo-3", accepts=0.02),
     Case(NEAR, IRREGULAR, "qwen3-next", accepts=0.02),  # the draft model has states too
     Case("self:streaming:64", CHAIN, "qwen3.5", accepts=0.99),
-    Case(f"{NEAR}:streaming:64", CHAIN, "mixed"),
     Case(REFRESHED, CHAIN, "mixed", layout="engine"),
     Case(RING, CHAIN, "windowed", accepts=0.999),  # windows within the budget: as in the target
     Case("self:h2o:32:refresh_every=4:kv_dtype=int8", DYNAMIC, "long"),

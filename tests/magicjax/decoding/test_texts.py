@@ -78,6 +78,7 @@ def test_the_text_begins_with_the_space_of_its_first_token(target, directory, ru
     assert (code, out) == (0, f"{expected.texts[0]}\n") and out.startswith(" ")
 
 
+@pytest.mark.slow
 def test_the_limit_of_tokens_cuts_no_complete_character(target):
     text = "你好🙂"
     for limit in (7, 10):  # within the emoji, and after it

@@ -111,6 +111,7 @@ def check_call(call) -> None:
     jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [dict(temperature=1, seed=5)])
 def test_a_conversation_of_five_turns(client, sampling):
     conversation = [{"role": "developer", "content": "short"}]
