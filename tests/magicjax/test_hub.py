@@ -295,6 +295,7 @@ print(sorted(path.name for path in sources.fetch("tiny").glob("*.gguf")))
 """
 
 
+@pytest.mark.slow
 def test_a_named_model_comes_from_the_hub_if_its_content_is_expected(stub, gguf, tmp_path):
     right = NAMED.format(hash=hashlib.sha256(gguf).hexdigest())
     done = run(stub.endpoint, tmp_path / "wrong", NAMED.format(hash="0" * 64))

@@ -280,6 +280,7 @@ def test_a_preset_has_no_directory():
         str(Source("opt-125m").checkpoint_directory)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not build.is_available(), reason="needs the CPU kernels")
 def test_matrices_stay_in_the_types_of_the_file_unless_activations_are_floating_point(gguf):
     packed = magicjax.load(gguf)

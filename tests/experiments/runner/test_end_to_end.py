@@ -11,6 +11,7 @@ from experiments.runner import workload
 from magicjax.prediction import cost_model
 
 
+@pytest.mark.slow
 def test_a_grid_runs_from_file_to_summary_and_is_exact(zoo, here, capsys):
     here()
     path = zoo / "grid.yaml"

@@ -201,6 +201,7 @@ def test_answers_end_at_stop_strings_and_tokens(talk):
         assert (code, out) == (0, "l\nfine.\n") and "ended at" not in err
 
 
+@pytest.mark.slow
 def test_a_full_context_ends_answers_and_refuses_messages_in_one_line(talk):
     code, out, err = talk(
         ["go!", "more?", "/reset", "hi?", "go!"], "--max-context", 24, "--max-tokens", 22

@@ -20,6 +20,7 @@ from tests.magicjax.small_tokenizers import (
     with_channels,
     with_thinking,
 )
+from tests.quick import quick
 
 NEW = 12
 PROMPTS = ["Hello", "The cat's 12 hats"]
@@ -110,7 +111,7 @@ REASONING = {  # the tokenizer, the prompt, what comes before the reasoning, and
 }
 
 
-@pytest.mark.parametrize("kind", REASONING)
+@pytest.mark.parametrize("kind", quick(REASONING, "thinking"))
 def test_the_reasoning_before_the_answer_is_apart(kind, target):
     tokenizer, *made = REASONING[kind]
     asked, header, text = (tokenizer(each)["input_ids"] for each in (*made[:2], f"{made[2]}</s>"))

@@ -166,6 +166,7 @@ def test_requests_of_an_engine_have_budgets_of_their_own():
         np.testing.assert_array_equal(handle.result().tokens, expected(*case))
 
 
+@pytest.mark.slow
 def test_the_marker_of_a_call_ends_the_budget():
     """In a call, </think> would be text of an argument."""
     start = 'start: head /[a-f]*/\nhead[lazy]: /(?s:.*)/ "<think>"'

@@ -60,7 +60,7 @@ def outputs(form: str, number: int, **options):
 
 @pytest.mark.parametrize(
     ("form", "number"),
-    quick(CONFIGURATIONS, ("packed", 2), ("cache in int8", 4)),
+    quick(CONFIGURATIONS, ("packed", 2)),
 )
 def test_speculative_text_equals_plain_text_bit_for_bit(form, number):
     plain, speculative = outputs(form, number)

@@ -125,6 +125,7 @@ def test_the_answer_matches_and_reasoning_is_free(markers, case, tally):
     assert (output.texts[4] or markers == "text") and not any(output.reasoning[6:])
 
 
+@pytest.mark.slow
 def test_streams_and_engines_do_the_same():
     target, rows = spelled.thinking_target("added"), range(len(ENDS))
     params = [params_of("added", row) for row in rows]
