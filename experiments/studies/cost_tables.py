@@ -3,9 +3,10 @@
     python -m experiments.studies.cost_tables
     python -m experiments.studies.cost_tables --summary results/NAME/summary.csv --profile FILE.json
 
-The times and speedups of MagicDec's tables 6 and 1; the notebook plan_and_fit shows its claim about
-batch and context. One set of constants serves all rows;
-`magicjax/prediction/cost_model/device.py` documents their sources.
+The times and speedups of MagicDec's tables 6 and 1, its times of plain decoding on three devices,
+and gpt-fast's on A100; the notebook plan_and_fit shows MagicDec's claim about batch and context.
+The constants are those of the presets; `magicjax/prediction/cost_model/device.py` documents their
+sources.
 
 With a summary of a grid and a profile of the device that ran it (`magicjax calibrate`), the
 speedups of the grid at their measured τ.
@@ -106,6 +107,16 @@ def table1() -> list[Compared]:
     return rows
 
 
+def plain_decoding(table: str = "magicdec_rooflines") -> list[Compared]:
+    """Returns published times of plain decoding in ms: MagicDec's, or those of another table."""
+    rows = []
+    for row in published(table):
+        machine = cost_model.Machine(cost_model.find_device(row["device"]), model=row["n_devices"])
+        step = cost_model.plain_step(sizes(row["model"]), machine, row["batch"], row["context"])
+        rows.append(Compared(row, {"reported_ms": 1e3 * sum(step.values())}))
+    return rows
+
+
 def rate_at(context: int) -> list[float]:
     """Returns the acceptance published for Llama-3.1-8B with a streaming cache of 512."""
     measured = acceptance.read_table(ACCEPTANCE, TARGET)
@@ -197,7 +208,7 @@ def summary(rows: Sequence[Compared], column: str) -> str:
 
 def report() -> str:
     """Returns all tables as Markdown; a cell is predicted / published (relative error)."""
-    return "\n\n".join([*_table6(), *_table1()])
+    return "\n\n".join([*_table6(), *_plain_decoding(), *_table1()])
 
 
 def _cells(compared: Compared) -> list[str]:
@@ -225,14 +236,33 @@ def _table6() -> list[str]:
     ]
 
 
+def _workload(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["model"], f"{row['n_devices']} × {row['device']}", row["context"], row["batch"]
+
+
+def _plain_decoding() -> list[str]:
+    text = []
+    for title, table, note in (
+        (
+            "MagicDec",
+            "magicdec_rooflines",
+            "The latencies of all-reduces on A100 and L40 are fitted.",
+        ),
+        ("gpt-fast", "gpt_fast_a100", "Nothing is fitted."),
+    ):
+        rows = plain_decoding(table)
+        body = [(*_workload(r.row), *_cells(r)) for r in rows]
+        text += [
+            f"## {title}, plain decoding (predicted / published)",
+            markdown_table(("model", "devices", "context", "batch", "t_target_ms"), body),
+            f"t_target_ms: {summary(rows, 'reported_ms').partition(': ')[2]}. {note}",
+        ]
+    return text
+
+
 def _table1() -> list[str]:
     rows = table1()
-    body = [
-        (row["model"], f"{row['n_devices']} × {row['device']}", row["context"], row["batch"])
-        + (row["gamma"], *_cells(r))
-        for r in rows
-        for row in [r.row]
-    ]
+    body = [(*_workload(r.row), r.row["gamma"], *_cells(r)) for r in rows]
     return [
         "## MagicDec, table 1: a streaming draft cache of 512 slots (predicted / published)",
         markdown_table(("model", "devices", "context", "batch", "γ", "speedup"), body),

@@ -40,32 +40,88 @@ def test_speedups_of_magicdec_table_1_on_other_devices():
     assert errors(rows, "speedup").mean() <= 0.10
 
 
-def test_all_devices_share_one_set_of_constants():
+def change_devices(monkeypatch, changes):
+    """Replaces constants of the presets: `changes` by name of a device."""
+    changed = {
+        name: dataclasses.replace(device, **changes.get(name, {}))
+        for name, device in cost_model.DEVICES.items()
+    }
+    monkeypatch.setattr(cost_tables.cost_model, "find_device", changed.__getitem__)
+
+
+def test_times_of_plain_decoding_on_three_devices():
+    rows = cost_tables.plain_decoding()
+    assert {row.row["device"] for row in rows} == {"h100", "a100", "l40"}
+    assert errors(rows, "reported_ms").max() <= 0.02
+
+
+@pytest.mark.parametrize("name", ["a100", "l40"])
+def test_latencies_of_all_reduces_lie_where_the_errors_of_plain_decoding_are_smallest(
+    name, monkeypatch
+):
+    seconds = cost_model.DEVICES[name].collective_seconds
+
+    def squares(factor):
+        change_devices(monkeypatch, {name: {"collective_seconds": factor * seconds}})
+        return (errors(cost_tables.plain_decoding(), "reported_ms") ** 2).sum()
+
+    assert squares(1.0) < min(squares(0.95), squares(1.05))
+
+
+def test_times_of_plain_decoding_on_a100_that_nothing_is_fitted_to(monkeypatch):
+    def mean():
+        return errors(cost_tables.plain_decoding("gpt_fast_a100"), "reported_ms").mean()
+
+    assert mean() <= 0.10
+    # The controls fit MagicDec's rows by one of the two constants alone.
+    shared = cost_model.DEVICES["h100"]
+    for share, seconds in (
+        (shared.bandwidth_efficiency, 93e-6),
+        (0.788, shared.collective_seconds),
+    ):
+        constants = {"bandwidth_efficiency": share, "collective_seconds": seconds}
+        change_devices(monkeypatch, {"a100": constants})
+        assert errors(cost_tables.plain_decoding(), "reported_ms").max() <= 0.025
+        assert mean() > 0.13
+
+
+def test_less_bandwidth_gives_the_time_of_plain_decoding_on_l40_but_not_the_speedups(monkeypatch):
+    """The control: a share of the bandwidth, fitted to the same row."""
+
+    def on_l40():
+        return errors([r for r in cost_tables.table1() if r.row["device"] == "l40"], "speedup")
+
+    assert on_l40().mean() <= 0.05  # fitted to no speedup
+    latency = cost_model.DEVICES["h100"].collective_seconds
+    constants = {"bandwidth_efficiency": 0.699, "collective_seconds": latency}
+    change_devices(monkeypatch, {"l40": constants})
+    assert errors(cost_tables.plain_decoding(), "reported_ms").max() <= 0.025
+    assert on_l40().mean() > 0.15
+
+
+def test_all_devices_share_one_set_of_constants_but_for_all_reduces_and_a100():
     shared = [
         field.name
         for field in dataclasses.fields(cost_model.Device)
         if field.default is not dataclasses.MISSING
-        and field.name not in ("host_link", "dtype")  # from a datasheet
+        and field.name not in ("host_link", "dtype", "collective_seconds")  # of the device
     ]
     assert {"bandwidth_efficiency", "layer_seconds", "round_seconds"} <= {*shared}
+    devices = cost_model.DEVICES.values()
+    common = cost_model.DEVICES["h100"]
     for name in shared:
-        assert len({getattr(device, name) for device in cost_model.DEVICES.values()}) == 1
+        others = {each.name for each in devices if getattr(each, name) != getattr(common, name)}
+        assert others == ({"a100"} if name == "bandwidth_efficiency" else set())
+    on_pcie = {cost_model.DEVICES[name].collective_seconds for name in ("l40", "l40s", "a10", "t4")}
+    assert len(on_pcie) == 1
 
 
 def test_a_model_without_fixed_times_fails_the_same_bounds(monkeypatch):
     """The control: bandwidth alone, however efficient, cannot give these tables."""
     for efficiency in (0.5, 0.7, 0.9):
-        bare = {
-            name: dataclasses.replace(
-                device,
-                bandwidth_efficiency=efficiency,
-                layer_seconds=0.0,
-                collective_seconds=0.0,
-                round_seconds=0.0,
-            )
-            for name, device in cost_model.DEVICES.items()
-        }
-        monkeypatch.setattr(cost_tables.cost_model, "find_device", bare.__getitem__)
+        none = dict.fromkeys(("layer_seconds", "collective_seconds", "round_seconds"), 0.0)
+        bare = {"bandwidth_efficiency": efficiency, **none}
+        change_devices(monkeypatch, {"h100": bare})
         assert errors(cost_tables.table6(), "gamma_t_draft_ms").mean() > 0.10
         assert errors(cost_tables.table6(), "speedup").mean() > 0.08
 
@@ -73,11 +129,8 @@ def test_a_model_without_fixed_times_fails_the_same_bounds(monkeypatch):
 @pytest.mark.parametrize("name", ["layer_seconds", "link_efficiency", "round_seconds"])
 def test_fitted_constants_lie_where_the_errors_of_table_6_are_smallest(name, monkeypatch):
     def squares(factor):
-        scaled = {
-            key: dataclasses.replace(device, **{name: factor * getattr(device, name)})
-            for key, device in cost_model.DEVICES.items()
-        }
-        monkeypatch.setattr(cost_tables.cost_model, "find_device", scaled.__getitem__)
+        constant = factor * getattr(cost_model.DEVICES["h100"], name)
+        change_devices(monkeypatch, {"h100": {name: constant}})
         return sum(e**2 for row in cost_tables.table6() for e in row.errors.values())
 
     assert squares(1.0) < min(squares(0.85), squares(1.15))
@@ -87,6 +140,8 @@ def test_the_report_has_every_table():
     text = cost_tables.report()
     for words in (
         "MagicDec, table 6",
+        "MagicDec, plain decoding",
+        "gpt-fast, plain decoding",
         "MagicDec, table 1",
         "batch 128: fastest self+snapkv; predicted self+snapkv, as published",
     ):
