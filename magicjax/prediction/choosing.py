@@ -82,7 +82,8 @@ class Auto:
         `cost_model.DEVICES`). None: the file that calibrate writes by default, if there is one.
 
     Raises:
-      ValueError, TypeError: no drafter, what is none, or a tree that is not static or has no child.
+      ValueError, TypeError: an empty list, an element that is not a drafter, drafters of equal
+        names, or a tree that is not static or has no child.
     """
 
     drafters: Sequence[Drafter | str] | None = None
