@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 from typing import Any, ClassVar, Self
 
 import jax
@@ -69,6 +70,7 @@ class Eagle(Drafter):
 
     Raises:
       ValueError: a budget without entries besides the sinks, or negative sinks.
+      TypeError: a path in place of the model.
     """
 
     model: Model
@@ -88,6 +90,11 @@ class Eagle(Drafter):
 
     def __post_init__(self):
         super().__post_init__()
+        if isinstance(self.model, str | os.PathLike):
+            raise TypeError(
+                f"model={self.model!r} is a path: pass the model that magicjax.load returns, "
+                f"magicjax.{type(self).__name__}(magicjax.load({str(self.model)!r}))"
+            )
         if self.sinks < 0:
             raise ValueError(f"sinks={self.sinks}: use 0 or more")
         if self.budget is not None and self.budget <= self.sinks:

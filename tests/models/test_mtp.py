@@ -243,6 +243,9 @@ def test_a_target_without_files_and_other_models_are_refused(stored):
     head = magicjax.MTP(loaded(files.path)[1].model)
     with pytest.raises(TypeError, match="Eagle needs the EAGLE-3 head .* not ''"):
         magicjax.Eagle(head.model).check(target, magicjax.chain(2), 2, 16)
+    for drafter in (magicjax.MTP, magicjax.Eagle):
+        with pytest.raises(TypeError, match=rf"is a path: .*{drafter.__name__}\(magicjax.load\("):
+            drafter(str(files.path))
     golden = magicjax.load("tests/models/golden_eagle/eagle31")
     with pytest.raises(ValueError, match="eagle31: there is no head for multi-token prediction"):
         magicjax.MTP(golden).check(target, magicjax.chain(2), 2, 16)
