@@ -6,12 +6,14 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from magicjax.checks import counted
 from magicjax.decoding.controller import Arm, Probes
 from magicjax.decoding.decoder import Clock
 from magicjax.decoding.text import FINISH_REASONS, Result
 from magicjax.engine.prefix_store import PrefixStore
 from magicjax.engine.scheduler import Scheduler
 
+TIMES = ("queue_s", "ttft_s", "tpot_s", "itl_s")
 WINDOW = 1024  # the newest values of each time, of which percentiles are taken
 
 
@@ -76,6 +78,33 @@ class EngineStats:
     tpot_s: Percentiles | None
     itl_s: Percentiles | None
 
+    def __str__(self) -> str:
+        """Returns requests, rates, times and memory as a few lines of text."""
+        reasons = ", ".join(f"{reason} {n}" for reason, n in self.finished.items() if n)
+        rounds = ", ".join(f"{arm}: {n}" for arm, n in self.rounds_by_arm.items() if n)
+        lines = [
+            f"{counted(sum(self.finished.values()), 'request')} finished"
+            + (f" ({reasons})" if reasons else "")
+            + f", {self.running} running, {self.waiting} waiting",
+            f"{counted(self.new_tokens, 'token')}: {self.tokens_per_s:.1f} tokens/s, "
+            f"loop {self.loop_s:.3f} s, prefill {self.prefill_s:.3f} s, host {self.host_s:.3f} s "
+            f"({counted(self.steps, 'step')})",
+        ]
+        if rounds:
+            lines.append(f"rounds by drafter and depth  {rounds}")
+        for name in TIMES:
+            if (times := getattr(self, name)) is not None:
+                label = name.removesuffix("_s")
+                percentiles = f"p50 {times.p50:.3f}  p90 {times.p90:.3f}  p99 {times.p99:.3f}"
+                lines.append(f"{label:<6}{percentiles} s")
+        if self.prefix_lookups:
+            lines.append(
+                f"prefixes: {self.prefix_hits} of {counted(self.prefix_lookups, 'prompt')} reused "
+                f"{counted(self.reused_tokens, 'token')}; {self.prefix_bytes / 1e6:.1f} MB on the "
+                f"device, {self.prefix_host_bytes / 1e6:.1f} MB in host memory"
+            )
+        return "\n".join([*lines, f"KV cache: {self.kv_bytes / 1e6:.1f} MB"])
+
 
 class Counters:
     """What an engine counts; the fields are those of `EngineStats`."""
@@ -86,10 +115,7 @@ class Counters:
         self.steps = self.new_tokens = 0
         self.host_s = 0.0
         self.rounds_by_arm = dict.fromkeys(arms, 0)
-        self._newest = {
-            name: collections.deque[float](maxlen=WINDOW)
-            for name in ("queue_s", "ttft_s", "tpot_s", "itl_s")
-        }
+        self._newest = {name: collections.deque[float](maxlen=WINDOW) for name in TIMES}
         self._percentiles: dict[str, Percentiles | None] = dict.fromkeys(self._newest)
         self._changed = False  # since the percentiles were computed
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from magicjax.decoding.controller import Probes
+from magicjax.decoding.controller import PLAIN, Arm, Probes
 from magicjax.decoding.decoder import Clock
 from magicjax.decoding.text import Result
 from magicjax.engine.handle import RequestStats
@@ -51,3 +51,26 @@ def test_requests_without_a_time_do_not_count():
     counters.count(result("deadline", queue_s=2.0, ttft_s=0.5))
     assert stats(counters).ttft_s == Percentiles(0.5, 0.5, 0.5)
     assert stats(counters).queue_s.p50 == 1.5
+
+
+def test_printed_statistics_are_a_few_lines_without_empty_ones():
+    counters = Counters([PLAIN, Arm("prompt-lookup", 4)])
+    assert str(stats(counters)).splitlines() == [
+        "0 requests finished, 0 running, 0 waiting",
+        "0 tokens: 0.0 tokens/s, loop 0.000 s, prefill 0.000 s, host 0.000 s (0 steps)",
+        "KV cache: 0.0 MB",
+    ]
+    counters.count(result(ttft_s=0.5))
+    counters.rounds_by_arm[Arm("prompt-lookup", 4)] = 3
+    counters.host_s, counters.steps = 0.25, 1
+    store = SimpleNamespace(**vars(STORE) | dict(lookups=2, hits=1, reused_tokens=7))
+    found = counters.stats(SCHEDULER, store, Clock(0.25, 0.5), 3_000_000, Probes())
+    assert str(found).splitlines() == [
+        "1 request finished (length 1), 0 running, 0 waiting",
+        "1 token: 1.0 tokens/s, loop 0.500 s, prefill 0.250 s, host 0.250 s (1 step)",
+        "rounds by drafter and depth  prompt-lookup 4: 3",
+        "queue p50 0.000  p90 0.000  p99 0.000 s",
+        "ttft  p50 0.500  p90 0.500  p99 0.500 s",
+        "prefixes: 1 of 2 prompts reused 7 tokens; 0.0 MB on the device, 0.0 MB in host memory",
+        "KV cache: 3.0 MB",
+    ]
