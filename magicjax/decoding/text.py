@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ from magicjax.verification.logprobs import LogProbs
 # Why a text ended: an EOS token, its limit of new tokens, a stop string or token, its caller, its
 # deadline, or an error: a grammar that exceeds its limits in the middle of the text, or NaN logits.
 FINISH_REASONS = ("eos", "length", "stop", "cancelled", "deadline", "error")
-GRAMMAR_FAILED = "the grammar cannot be followed"
+ErrorKind = Literal["", "grammar", "nan"]
 
 
 class TextError(ValueError, RuntimeError):
@@ -59,6 +59,8 @@ class Result:
       stats: its acceptance; of a request of an engine, the `RequestStats` with times.
       reasoning: the text before the answer that the model marks as reasoning.
       error: what went wrong, if the finish reason is "error".
+      error_kind: "grammar" if the grammar exceeded its limits, "nan" if the logits were NaN; "" if
+        nothing went wrong.
     """
 
     prompt: Int[np.ndarray, "T"]
@@ -70,6 +72,7 @@ class Result:
     stats: Any
     reasoning: str = ""
     error: str = ""
+    error_kind: ErrorKind = ""
 
 
 class Text:
@@ -82,7 +85,7 @@ class Text:
       matcher: follows the tokens under the grammar; None without one, and at the end.
       emitted: the row's tokens so far, with those after a stop string.
       finish_reason: one of `FINISH_REASONS`; "" until the text ends.
-      error: what went wrong; "" if nothing did.
+      error, error_kind: what went wrong, as in `Result`; "" if nothing did.
     """
 
     def __init__(
@@ -105,6 +108,7 @@ class Text:
         """
         self.prompt, self.params, self.limit, self.matcher = prompt, params, limit, matcher
         self.emitted, self.finish_reason, self.error = 0, "", ""
+        self.error_kind: ErrorKind = ""
         self._eos = frozenset(() if params.ignore_eos else eos)
         self._tokenizer, self._detokenizer = tokenizer, None
         if getattr(tokenizer, "backend_tokenizer", None) is not None:
@@ -165,7 +169,7 @@ class Text:
         """Returns why the text ends here; "" if it does not."""
         last = self._tokens[-1] if self._tokens else None
         if self.matcher is not None and (error := self.matcher.error):  # its masks allow EOS alone
-            self.error = f"{GRAMMAR_FAILED}: {error}"
+            self.error, self.error_kind = f"the grammar cannot be followed: {error}", "grammar"
             return "error"
         if self._detokenizer is not None and self._detokenizer.stopped:
             return "stop"
@@ -177,6 +181,7 @@ class Text:
             return "eos"
         if self.emitted >= self.limit:
             return "length"
+        self.error_kind = "nan"
         self.error = (
             f"after {self.emitted} new tokens the target's logits are NaN: load it with "
             "dtype='float32' or 'bfloat16' if it has float16, which numbers above 65,504 exceed"
@@ -213,6 +218,7 @@ class Text:
             prompt_logprobs=prompt_logprobs,
             finish_reason=self.finish_reason,
             error=self.error,
+            error_kind=self.error_kind,
             stats=stats,
             reasoning=reasoning or "",
         )

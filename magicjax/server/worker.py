@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 
-from magicjax.decoding.text import GRAMMAR_FAILED, NewTokens, Result
+from magicjax.decoding.text import NewTokens, Result
 from magicjax.engine.engine import Engine
 from magicjax.engine.handle import Handle
 from magicjax.engine.stats import EngineStats
@@ -85,7 +85,7 @@ class Job:
             if isinstance(event, ApiError):
                 raise event
             if isinstance(event.value, Result) and event.value.finish_reason == "error":
-                if event.value.error.startswith(GRAMMAR_FAILED):
+                if event.value.error_kind == "grammar":
                     message = "the grammar of the request exceeds the limits of its parser"
                     raise ApiError(400, message)
                 raise server_error("the model's logits are NaN")

@@ -84,7 +84,8 @@ def test_requests_of_an_engine_end_alone(name):
     bad = engine.submit([1, TOKEN, 2], params)
     rounds = [[engine.submit(prompt, params) for prompt in tiny.prompts(8)] for _ in range(2)]
     engine.run()
-    assert bad.result().finish_reason == "error" and not len(bad.result().tokens)
+    assert (bad.result().finish_reason, bad.result().error_kind) == ("error", "nan")
+    assert not len(bad.result().tokens)
     for handles in rounds:
         for i, handle in enumerate(handles):
             result, whole = handle.result(), TEXTS[i]

@@ -129,7 +129,8 @@ def test_a_grammar_that_cannot_be_followed_ends_its_request_alone(monkeypatch, s
     handles = [submit(engine, 0, pattern), submit(engine, 1, None)]
     engine.run()
     found = handles[0].result()
-    assert found.finish_reason == "error" and len(found.text) <= emitted
+    assert (found.finish_reason, found.error_kind) == ("error", "grammar")
+    assert len(found.text) <= emitted and handles[1].result().error_kind == ""
     np.testing.assert_array_equal(handles[1].result().tokens, expected(1, None))
     params = magicjax.SamplingParams(grammar=magicjax.Grammar.regex(pattern), max_tokens=20)
     with pytest.raises((ValueError, RuntimeError), match="too many states"):
