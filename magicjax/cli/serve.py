@@ -9,6 +9,7 @@ import pathlib
 import re
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import magicjax
@@ -164,8 +165,11 @@ def run(arguments: argparse.Namespace) -> int:
         engine = magicjax.Engine(**described)
         worker = Worker(engine)
         loaded, before = time.monotonic(), program_cache.totals()
-        _note(f"loading took {loaded - begun:.1f} s; compiling programs: seconds to minutes")
-        worker.warm_up()
+        _note(
+            f"loading took {loaded - begun:.1f} s; compiling {engine.num_programs} programs: "
+            "seconds to minutes"
+        )
+        worker.warm_up(_progress(engine.num_programs))
         count, compile_s = program_cache.totals()
         _note(
             f"warm-up took {time.monotonic() - loaded:.1f} s, {compile_s - before[1]:.1f} s of it "
@@ -183,6 +187,20 @@ def run(arguments: argparse.Namespace) -> int:
             f"{drafter}; memory{per_device}: {memory.describe(rows)}"
         )
         return serve(app, worker, bound, server_config)
+
+
+def _progress(total: int) -> Callable[[], None]:
+    """Returns what prints how many of the programs are compiled, if there are more than before."""
+    first, begun, shown = program_cache.totals()[0], time.monotonic(), 0
+
+    def report() -> None:
+        nonlocal shown
+        count = program_cache.totals()[0] - first
+        if count > shown:
+            shown = count
+            _note(f"compiled {count} of {total} programs ({time.monotonic() - begun:.0f} s)")
+
+    return report
 
 
 def _speculation(arguments: argparse.Namespace) -> tuple[Drafters | None, Trees | None]:

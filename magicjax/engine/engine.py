@@ -230,8 +230,7 @@ class Engine:
         """
         if self.unfinished:
             raise RuntimeError("warm_up with unfinished requests: call it before submit, or later")
-        target = self._setup.row.target
-        longest = min(self._setup.capacity - 1, self.config.prefill_chunk + 1)
+        target, longest = self._setup.row.target, self._longest_warm_up
         params = SamplingParams(max_tokens=1, prompt_logprobs=self.config.logprobs)
         # These requests draft, whatever the timed rounds are: another program makes their state.
         loops = self._loops
@@ -263,6 +262,22 @@ class Engine:
         loops.controller = dataclasses.replace(
             loops.controller, probes=Probes(), can_be_disabled=can_be_disabled
         )
+
+    @property
+    def num_programs(self) -> int:
+        """The number of programs that `warm_up` compiles, besides those that the process has."""
+        drafter, config = self._setup.row.drafter, self.config
+        prefill = len(self._setup.prefill_rule.chunks(self._longest_warm_up))
+        init = 1 + (drafter is not None and drafter.can_be_disabled)
+        rows = prefill + init + 1  # one inserts the row
+        rows += bool(self._prefixes.max_entries)  # extracts it
+        rows += config.logprobs is not None  # computes those of a prompt
+        return rows + self._loops.num_programs(config.grammars)
+
+    @property
+    def _longest_warm_up(self) -> int:
+        """The tokens of a prompt with all kinds of pieces, if the capacity allows it."""
+        return min(self._setup.capacity - 1, self.config.prefill_chunk + 1)
 
     def forget_texts(self) -> None:
         """Forgets the texts of finished requests that the drafter remembers."""

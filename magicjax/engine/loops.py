@@ -56,6 +56,11 @@ class Loops:
         """Whether several arms are to be compared whose rounds have not been timed."""
         return len(self.settings) > 1 and self.controller.times is None
 
+    def num_programs(self, grammars: bool) -> int:
+        """Returns the number of programs: loops, and with grammars the three of their rounds."""
+        sizes = len(self.sizes) + 3 * len(self.grammar_sizes) * grammars
+        return len(self.settings) * sizes
+
     def decoder(self, request: Request, clock: Clock, arm: Arm, rows: int) -> Decoder:
         """Returns the decoder of an arm for the first rows, one of the sizes."""
         return decoder(request, self.settings[arm], rows, clock, self._programs)

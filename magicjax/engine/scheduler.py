@@ -100,6 +100,15 @@ class PrefillRule:
             return Piece(first, min(first + most, last), chunk)
         return Piece(min(first, last), length, self.chunk)
 
+    def chunks(self, length: int) -> set[int]:
+        """Returns the chunks of the pieces of a prompt, each of which is a program."""
+        first, chunks = 0, set[int]()
+        while first < length:
+            piece = self.piece(length, first)
+            first = piece.end
+            chunks.add(piece.chunk)
+        return chunks
+
 
 class Scheduler[Handle: QueuedRequest]:
     """The requests of an engine and their order.

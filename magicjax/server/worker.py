@@ -25,6 +25,7 @@ from magicjax.server.protocol import Generation
 logger = logging.getLogger("magicjax.server")
 
 POLL_S = 0.05  # while draining
+WARM_UP_POLL_S = 5.0
 STOP_S = 10.0  # for a step to end
 
 
@@ -128,10 +129,16 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    def warm_up(self) -> None:
-        """Compiles all programs; raises what the engine raises."""
+    def warm_up(self, waiting: Callable[[], None]) -> None:
+        """Compiles all programs; raises what the engine raises.
+
+        Args:
+          waiting: called every `WARM_UP_POLL_S` seconds until then.
+        """
         done: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._commands.put(lambda: _resolve(done, self._engine.warm_up))
+        while not concurrent.futures.wait([done], WARM_UP_POLL_S).done:
+            waiting()
         done.result()
 
     @property

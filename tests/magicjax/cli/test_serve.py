@@ -17,7 +17,9 @@ import pytest
 from magicjax import loading
 from magicjax.cli import main
 from magicjax.cli.serve import API_KEY, engine_config
+from magicjax.decoding import program_cache
 from magicjax.server import run as server_run
+from magicjax.server import worker
 from tests.magicjax import tiny
 
 SECONDS = 120  # until a server in a process has compiled its programs
@@ -81,19 +83,29 @@ def test_a_port_in_use_is_an_error_before_weights_are_loaded(directory, run, mon
 
 
 def test_the_start_says_what_takes_how_long(directory, run, monkeypatch):
-    def stop(app, worker, *_):
-        asyncio.run(worker.stop())
+    def stop(app, engine_worker, *_):
+        asyncio.run(engine_worker.stop())
         return 0
 
     monkeypatch.setattr(server_run, "run", stop)
+    monkeypatch.setattr(worker, "WARM_UP_POLL_S", 0.01)
+    program_cache.clear()
     plain = "--drafter", "none", "--greedy", "--slots", 1
     options = *plain, "--dtype", "float32", "--capacity", 64, "--port", 0
     code, _, errors = run("serve", "--target", directory, *options)
-    loading, loaded, warm, ready = errors.splitlines()
+    loading, loaded, *progress, warm, ready = errors.splitlines()
     assert code == 0 and loading == "loading the weights of tiny"
-    assert re.fullmatch(r"loading took \d+\.\d s; compiling programs: seconds to minutes", loaded)
+    found = re.fullmatch(
+        r"loading took \d+\.\d s; compiling (\d+) programs: seconds to minutes", loaded
+    )
+    assert found
+    total = int(found[1])
+    steps = [re.fullmatch(r"compiled (\d+) of (\d+) programs \(\d+ s\)", each) for each in progress]
+    assert all(step and int(step[2]) == total for step in steps)
+    counts = [int(step[1]) for step in steps]
+    assert counts[0] < counts[-1] <= total and counts == sorted({*counts})
     found = re.fullmatch(r"warm-up took (\d+\.\d) s, (\d+\.\d) s of it to compile (\d+) .*", warm)
-    assert found and float(found[1]) >= float(found[2]) > 0 and int(found[3]) > 0
+    assert found and float(found[1]) >= float(found[2]) > 0 and int(found[3]) == total
     assert ready.startswith("serving tiny at http://127.0.0.1:")
 
 

@@ -68,9 +68,12 @@ def test_greedy_texts_and_caches_do_not_depend_on_the_arms(name, tally):
 def test_warm_up_compiles_the_programs_of_drafts_even_if_plain_decoding_is_faster(monkeypatch):
     monkeypatch.setattr(Controller, "would_disable", lambda self, *_: self.can_be_disabled)
     engine = engines.engine("small", CHAIN, adaptive=True, slots=2)
+    program_cache.clear()
+    before = program_cache.totals()[0]
     engine.warm_up()
     assert engine._loops.controller.can_be_disabled
     compiled = program_cache.totals()
+    assert compiled[0] - before == engine.num_programs
     monkeypatch.setattr(Controller, "would_disable", lambda self, *_: False)
     for prompt in engines.prompts()[:2]:
         engine.submit(prompt).result()
