@@ -27,7 +27,7 @@ from magicjax.drafters import Drafter
 from magicjax.engine import submission
 from magicjax.engine.config import EngineConfig
 from magicjax.engine.handle import Handle
-from magicjax.engine.loops import Loops, simulated_rounds, time_rounds
+from magicjax.engine.loops import Loops, simulated_rounds
 from magicjax.engine.prefill import PrefillRow
 from magicjax.engine.prefix_store import Prefix, make_store
 from magicjax.engine.scheduler import Scheduler
@@ -202,7 +202,7 @@ class Engine:
         filled first, in one or several steps. Each call of a program synchronizes once.
         """
         if self._loops.untimed:
-            self._time_rounds()
+            self._state = self._loops.time_rounds(self._setup, self._state)
         counters, begun, compiled_s = self._counters, time.monotonic(), program_cache.totals()[1]
         device_s = self._device_s
         for handle in self._scheduler.expired(begun):
@@ -307,12 +307,6 @@ class Engine:
             self._end(handle, "cancelled")
 
     # What follows runs inside `step` and `cancel`.
-
-    def _time_rounds(self) -> None:
-        """Times the loop of each arm, before the first request."""
-        loops = self._loops
-        times, self._state = time_rounds(self._setup, loops.settings, self._state)
-        loops.controller = dataclasses.replace(loops.controller, times=times)
 
     def _decode(self) -> None:
         """Runs the loop, hands out new tokens and ends requests."""

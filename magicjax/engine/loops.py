@@ -1,6 +1,6 @@
 """The loops of an engine: one per arm and batch size, their times, and the choice of the next one.
 
-`time_rounds` measures the seconds at two lengths of the rows before the first request, and
+`Loops.time_rounds` measures the seconds at two lengths of the rows before the first request, and
 `decoding.controller` chooses the arm of each call.
 """
 
@@ -62,8 +62,49 @@ class Loops:
         return len(self.settings) * sizes
 
     def decoder(self, request: Request, clock: Clock, arm: Arm, rows: int) -> Decoder:
-        """Returns the decoder of an arm for the first rows, one of the sizes."""
-        return decoder(request, self.settings[arm], rows, clock, self._programs)
+        """Returns the decoder of an arm for the first rows.
+
+        Args:
+          request: the request of all slots.
+          clock: adds up the seconds.
+          arm: one of `settings`.
+          rows: one of `sizes`.
+        """
+        drafter, settings = request.drafter, self.settings[arm]
+        is_plain = settings.shape.num_nodes == 1
+        without_drafter = is_plain and drafter is not None and drafter.can_be_disabled
+        some = None if rows == len(request.prompts) else rows
+        settings = dataclasses.replace(settings, rows=some)
+        return Decoder(request, settings, without_drafter, clock, self._programs)
+
+    def time_rounds(self, setup: EngineSetup, state: DecodeState) -> DecodeState:
+        """Returns an empty state, after the controller has the seconds of rounds of each arm.
+
+        Compiles all loops.
+
+        Args:
+          setup: the engine's setup.
+          state: without live rows; donated.
+        """
+        request = setup.slots
+        lengths = sorted({1, max(1, 3 * setup.capacity // 4)})
+        seconds: list[list[float]] = []
+        live = sorted({1, *self.sizes})
+        for rows, length in itertools.product(live, lengths):
+            size = next(n for n in self.sizes if n >= rows)
+            decoders = [self.decoder(request, Clock(), arm, size) for arm in self.settings]
+            state = _live(setup, state, length, rows)
+            drafters = {id(request.drafter): state.drafter}
+            times, state = paired_timing.time_interleaved(
+                decoders, state, drafters, REPEATS, until="any"
+            )
+            seconds.append([statistics.median(each) for each in times])
+            del state, drafters  # before others are allocated
+            state = empty_state(setup)
+        by_arm = dict(zip(self.settings, zip(*seconds, strict=True), strict=True))
+        times_of_arms = RoundTimes(tuple(lengths), by_arm, tuple(live))
+        self.controller = dataclasses.replace(self.controller, times=times_of_arms)
+        return state
 
     def choose(
         self,
@@ -185,54 +226,6 @@ def batch_sizes(request: Request, slots: int) -> tuple[int, ...]:
     if request.settings.mesh is not None or not partial:
         return (slots,)
     return (*itertools.takewhile(lambda n: n < slots, (4**n for n in itertools.count())), slots)
-
-
-def decoder(
-    request: Request, settings: Settings, rows: int, clock: Clock, programs: dict
-) -> Decoder:
-    """Returns the decoder of an arm for the first rows.
-
-    Args:
-      request: the request of all slots.
-      settings: the arm's settings.
-      rows: one of `batch_sizes`.
-      clock, programs: shared by the decoders, see `Decoder`.
-    """
-    drafter, is_plain = request.drafter, settings.shape.num_nodes == 1
-    without_drafter = is_plain and drafter is not None and drafter.can_be_disabled
-    some = None if rows == len(request.prompts) else rows
-    settings = dataclasses.replace(settings, rows=some)
-    return Decoder(request, settings, without_drafter, clock, programs)
-
-
-def time_rounds(
-    setup: EngineSetup, settings: Mapping[Arm, Settings], state: DecodeState
-) -> tuple[RoundTimes, DecodeState]:
-    """Returns (the seconds of rounds of each arm, an empty state); compiles all loops.
-
-    Args:
-      setup: the engine's setup.
-      settings: settings of the loop, by arm.
-      state: without live rows; donated.
-    """
-    request = setup.slots
-    lengths = sorted({1, max(1, 3 * setup.capacity // 4)})
-    sizes = batch_sizes(request, setup.config.slots)
-    seconds: list[list[float]] = []
-    live = sorted({1, *sizes})
-    for rows, length in itertools.product(live, lengths):
-        size = next(n for n in sizes if n >= rows)
-        decoders = [decoder(request, one, size, Clock(), {}) for one in settings.values()]
-        state = _live(setup, state, length, rows)
-        drafters = {id(request.drafter): state.drafter}
-        times, state = paired_timing.time_interleaved(
-            decoders, state, drafters, REPEATS, until="any"
-        )
-        seconds.append([statistics.median(each) for each in times])
-        del state, drafters  # before others are allocated
-        state = empty_state(setup)
-    by_arm = dict(zip(settings, zip(*seconds, strict=True), strict=True))
-    return RoundTimes(tuple(lengths), by_arm, tuple(live)), state
 
 
 def _live(setup: EngineSetup, state: DecodeState, length: int, live: int) -> DecodeState:

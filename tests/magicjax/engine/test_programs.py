@@ -15,7 +15,7 @@ import models
 from magicjax import EngineConfig, SamplingParams
 from magicjax.decoding import program_cache, slots
 from magicjax.decoding.decoder import Clock, Decoder
-from magicjax.engine import loops
+from magicjax.engine.loops import Loops
 from magicjax.engine.setup import make_setup, validated_row
 from magicjax.prediction import hlo
 from sharding import abstract_mesh, make_mesh
@@ -386,8 +386,9 @@ def test_a_loop_for_some_slots_copies_no_cache(tree):
     small = magicjax.SmallModel(wide_model(SMALL))
     setup = make_setup(wide_model(WIDE), small, tree, config, None)
     request, state = setup.slots, Decoder(setup.slots).state_shapes()
-    assert loops.batch_sizes(request, 8) == (1, 4, 8)
-    loop = loops.decoder(request, request.settings, 4, Clock(), {}).loop(state, "any")
+    some = Loops(request, adaptive=False)
+    assert some.sizes == (1, 4, 8)
+    loop = some.decoder(request, Clock(), *some.settings, 4).loop(state, "any")
     caches = {"target": state.cache.k[0].size, "draft": state.drafter.cache.k[0].size}
     of_part = {f"part of {name}": size // 2 for name, size in caches.items()}
     assert moved_caches(loop, caches | of_part) == {}
