@@ -214,6 +214,7 @@ def test_an_adapter_of_the_hub_is_named(stub, tmp_path):
     assert "has a LoRA adapter (adapter_config.json)" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_gguf_file_is_downloaded_once_and_converted(stub, tmp_path):
     script = """
 import magicjax

@@ -119,6 +119,7 @@ def test_an_end_in_the_last_block_of_a_vocabulary_leaves_the_size(random_params)
     assert rows.tolist() == [*range(48, 57), *range(16), *range(16, 22)]
 
 
+@pytest.mark.slow
 def test_a_path_is_loaded_with_the_draft_vocabulary(tmp_path, random_params):
     module = models.build(tiny_models.config(vocab_size=112, max_positions=64))
     models.save_checkpoint(tmp_path / "m", module, random_params(module), eos_token_ids=ENDS)

@@ -67,6 +67,7 @@ def test_dequantized_values_are_those_of_the_format(folders):
 
 
 @pytest.mark.parametrize("weights", [None, "int8:32"])
+@pytest.mark.slow
 def test_eight_bits_hold_experts_exactly(folders, logits_of, weights):
     plain, coded = folders
     found = models.load_checkpoint(coded, "float32", weights=weights)

@@ -116,6 +116,7 @@ def on_meshes(folder):
     return found
 
 
+@pytest.mark.slow
 def test_layers_in_one_format_can_be_stacked(tmp_path):
     folder, plain = write_pair(tmp_path, ("packed", "packed, zeros"))  # 7 matrices a layer
     right = greedy(magicjax.load(plain, "float32"))

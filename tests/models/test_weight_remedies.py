@@ -26,6 +26,7 @@ from tests.models.quantized_layouts import write_pair
 from tests.models.test_huggingface import assert_identical, assert_same, edit_json, edit_tensors
 from tests.models.test_quantized_checkpoints import converted
 from tests.models.test_quantized_formats import same_weights
+from tests.quick import quick
 
 REMOVED = ...
 
@@ -386,7 +387,9 @@ WEIGHTS = [
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message", "remedies"), WEIGHTS, ids=lambda x: str(x)[:40] if type(x) is dict else ""
+    ("wrong", "message", "remedies"),
+    quick(WEIGHTS, WEIGHTS[0], WEIGHTS[3], WEIGHTS[4]),
+    ids=lambda x: str(x)[:40] if type(x) is dict else "",
 )
 def test_weights_that_an_error_names_are_rounded_to(wrong, message, remedies, wide):
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -443,6 +446,7 @@ def test_groups_that_a_mesh_would_divide_are_smaller_as_the_error_says(tmp_path)
 # Options of `magicjax.load`
 
 
+@pytest.mark.slow
 def test_a_preset_for_which_memory_is_short_has_the_options_of_the_error(monkeypatch):
     config = gguf_cases.config(num_layers=2, vocab_size=64)
     monkeypatch.setattr(models, "preset", lambda name: config)
@@ -485,6 +489,7 @@ def test_options_that_a_model_does_not_have_are_omitted(tmp_path, tiny):
 
 
 @pytest.mark.parametrize("drafter", ["self:streaming:256", "prompt-lookup:4"])
+@pytest.mark.slow
 def test_drafters_in_the_error_about_another_head_draft(drafter, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"medusa_num_heads": 5}))
     with pytest.raises(ValueError, match="a drafter of kind medusa, ") as error:

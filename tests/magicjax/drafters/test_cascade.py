@@ -99,6 +99,7 @@ def test_a_greedy_chain_is_the_text_of_the_middle_model_on_its_sparse_cache(firs
 
 
 @pytest.mark.parametrize("first", quick(FIRST, "prompt-lookup"))
+@pytest.mark.slow
 def test_one_tree_makes_chains_of_the_accepted_tokens_and_one_more(first):
     drafter, tree = FIRST[first]()
     made, lengths = magicjax.Cascade(drafter, tiny.drafter("self")), set()

@@ -65,6 +65,7 @@ def test_greedy_texts_and_caches_do_not_depend_on_the_arms(name, tally):
     assert len(simulated) == sum(isinstance(each, TextLookup) for each in named)
 
 
+@pytest.mark.slow
 def test_warm_up_compiles_the_programs_of_drafts_even_if_plain_decoding_is_faster(monkeypatch):
     monkeypatch.setattr(Controller, "would_disable", lambda self, *_: self.can_be_disabled)
     engine = engines.engine("small", CHAIN, adaptive=True, slots=2)
@@ -140,6 +141,7 @@ def test_requests_that_join_a_busy_engine_do_not_draft(tally):
     assert accepted[:2] == [0, 0] and accepted[2] > 0
 
 
+@pytest.mark.slow
 def test_a_request_counts_the_trees_that_ran():
     engine = forced("prompt lookup", slots=1, rounds_per_step=1)
     stats = engine.submit(engines.prompts()[0]).result().stats

@@ -247,6 +247,7 @@ def test_caches_in_8_bits_follow_the_text_round_by_round(kind, tree):
         ("same and heads", "2,2,1"),
     ),
 )
+@pytest.mark.slow
 def test_a_small_models_own_cache_follows_the_text_round_by_round(kind, tree):
     check_every_round(kind, tree, tiny.prompts(8), "float32", 1e-5)
 

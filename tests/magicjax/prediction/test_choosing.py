@@ -106,6 +106,7 @@ KINDS = {
 
 @pytest.mark.usefixtures("known_times")
 @pytest.mark.parametrize("kind", quick(KINDS, "a cascade"))
+@pytest.mark.slow
 def test_a_candidate_can_be_any_drafter(kind, tally, monkeypatch):
     monkeypatch.setattr(choosing, "LEAST_GAIN", 0.0)  # whether or not it gains
     drafter = KINDS[kind]()
@@ -157,6 +158,7 @@ def test_if_no_drafter_is_faster_it_decodes_plainly():
 
 
 @pytest.mark.usefixtures("known_times")
+@pytest.mark.slow
 def test_a_lookup_may_gain_later_in_the_text(tally, monkeypatch):
     monkeypatch.setattr(choosing, "LEAST_GAIN", 99.0)
     first = generate(Auto(drafters("prompt-lookup", "cheap"), TREE))
@@ -176,6 +178,7 @@ def test_a_lookup_may_gain_later_in_the_text(tally, monkeypatch):
 
 
 @pytest.mark.usefixtures("known_times")
+@pytest.mark.slow
 def test_rings_that_a_trial_overwrites_are_prefilled_again():
     """A trial in which all drafts are accepted goes beyond the spare slots of a ring."""
     target, prompts = test_rings.model(), test_rings.prompts()[:1]
@@ -339,6 +342,7 @@ def test_a_sampled_trial_draws_other_numbers_than_the_run(monkeypatch):
             assert (outputs[-1][row, 1:length] != expected[1:length]).any()
 
 
+@pytest.mark.slow
 def test_interleaved_timing_has_no_effect_on_later_runs():
     requests = [
         keywords.prepare(

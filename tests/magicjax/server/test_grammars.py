@@ -43,6 +43,7 @@ def test_texts_match_and_are_those_of_generate(target, client):
     jsonschema.validate(json.loads(expected), SCHEMA)
 
 
+@pytest.mark.slow
 def test_other_formats_and_requests_in_one_batch(target, client):
     plain = completion(client, PROMPT).choices[0].text
     answer = chat(client, response_format=FORMAT, max_tokens=64)

@@ -148,6 +148,7 @@ def test_lines_of_a_stream_end_at_line_feeds_only(target, server):
     assert "".join(pieces) == ends
 
 
+@pytest.mark.slow
 def test_the_counts_of_tokens_are_those_of_the_loop(target, client):
     output = generate(target, PROMPTS[0], max_tokens=40)
     usage = completion(client, PROMPTS[0], max_tokens=40).usage
@@ -197,6 +198,7 @@ def test_texts_end_before_a_stop_string(target, client):
     assert stop not in "".join(chunk.choices[0].delta.content or "" for chunk in streamed)
 
 
+@pytest.mark.slow
 def test_log_probabilities_are_those_of_generate(target, client):
     output = generate(target, PROMPTS[0], logprobs=2)
     expected = output.logprobs[0]

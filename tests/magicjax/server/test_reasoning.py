@@ -18,6 +18,7 @@ from tests.magicjax.small_tokenizers import (
     with_channels,
     with_thinking,
 )
+from tests.quick import quick
 
 FINAL, ANALYSIS = "Hello!", "A greeting. 你"
 THINKING = f"<think>\n{ANALYSIS}\n</think>\n\n"
@@ -38,7 +39,7 @@ KINDS = {  # the tokenizer with a chat template, and the answer to `USER`
     "tools": (with_thinking("added", RENDERED + QWEN3), f"{THINKING}{CALL}"),
     "tools at once": (with_thinking("added", RENDERED + DEEPSEEK), CALL),
 }
-BOTH = pytest.mark.parametrize("kind", [*KINDS][:3])
+BOTH = pytest.mark.parametrize("kind", quick([*KINDS][:3], "channels", "thinking"))
 
 
 def prompt_of(kind: str, **options) -> list[int]:
@@ -143,7 +144,7 @@ def test_an_answer_without_thinking_is_content_at_once(client_of):
     [
         ("tools", {}, ANALYSIS),
         ("tools", dict(extra_body={"min_tokens": 1}), ANALYSIS),  # calls are not constrained
-        ("tools at once", {}, None),
+        pytest.param("tools at once", {}, None, marks=pytest.mark.slow),
         ("tools", dict(tool_choice="required"), ANALYSIS),
     ],
 )
@@ -163,7 +164,7 @@ def test_calls_after_reasoning(kind, options, reasoning, client_of):
     assert (thoughts or None, json.loads(arguments), content) == (reasoning, {"x": 1}, "")
 
 
-@pytest.mark.parametrize("kind", [*KINDS][1:3])
+@pytest.mark.parametrize("kind", quick([*KINDS][1:3], "thinking"))
 def test_a_budget_ends_the_reasoning(kind, client_of):
     tokenizer = KINDS[kind][0]
     begin = "" if kind == "thinking in the prompt" else "<think>\n"

@@ -158,6 +158,7 @@ def test_a_stream_has_the_calls_of_the_answer(client):
     assert any(choice.message.tool_calls for choice in whole.choices)
 
 
+@pytest.mark.slow
 def test_the_client_collects_a_stream(client):
     strict = [function(**tool["function"], strict=True) for tool in TOOLS]
     options = dict(model=serving.NAME, messages=[USER], tools=strict, max_tokens=200, temperature=0)
@@ -238,6 +239,7 @@ def test_a_call_that_reaches_the_limit_is_partial(client):
     assert begun - {expected.arguments}
 
 
+@pytest.mark.slow
 def test_calls_that_need_not_follow_are_not_constrained_beside_fields_without_a_grammar(client):
     fields = dict(min_tokens=3, bad_words=["zz"])
     answer = chat(client, extra_body=fields, max_tokens=8)

@@ -234,6 +234,7 @@ def test_naive_gives_the_tokens_of_plain_sampling(kind, tree):
         assert found.stats.target_passes < plain.stats.target_passes
 
 
+@pytest.mark.slow
 def test_filters_and_seeds_change_nothing_in_greedy_decoding():
     greedy = dict(max_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
     plain = keywords.generate(tiny.model(), tiny.prompts(8), **greedy)

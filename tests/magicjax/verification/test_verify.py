@@ -61,6 +61,7 @@ def test_a_tree_for_each_row_is_verified_and_padding_never_accepted(rows, seed):
 
 
 @given(parents=parent_lists(NODES, padded=False), seed=st.integers(0, 999))
+@pytest.mark.slow
 def test_a_shared_tree_is_verified(parents, seed):
     logits, tokens = drawn(seed)
     sees = plain_ancestors(parents)
