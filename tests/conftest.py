@@ -59,7 +59,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Half of the compile time is LLVM optimization of code that runs once. Slow tests compute more
     # and keep it; `XLA_FLAGS= make test` keeps it for quick tests too.
     if config.option.markexpr == "not slow" and os.environ["JAX_PLATFORMS"] == "cpu":
-        os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+        flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+        os.environ.setdefault("XLA_FLAGS", flags)
 
 
 def pytest_report_header() -> str:
