@@ -125,18 +125,34 @@ class Model:
 
         Layers with a sliding window have fewer slots than `slots` (`layer_slots`).
         """
-        layers = zip(self.windows, self.linear, strict=True)
-        total = sum(layer_slots(window, slots) for window, linear in layers if not linear)
-        return batch * (self.slot_bytes(self.kv_bits) * total + self.state_bytes)
+        layers = enumerate(zip(self.windows, self.linear, strict=True))
+        entries = sum(
+            layer_slots(window, slots) * self.slot_bytes(layer, self.kv_bits)
+            for layer, (window, linear) in layers
+            if not linear
+        )
+        return batch * (entries + self.state_bytes)
 
-    def slot_bytes(self, bits: int | None = None) -> int:
-        """Returns the bytes of a token's key and value in one layer, with their float32 scales.
+    def slot_bytes(self, layer: int, bits: int | None = None) -> int:
+        """Returns the bytes of a token's key and value in a layer, with their float32 scales.
 
         `bits` are those of an element; None: it has the model's dtype.
         """
-        size = self.config.kv_head_dim
+        config = self.layer_config(layer)
+        size = config.kv_head_dim
         vector = size * self.dtype.itemsize if bits is None else size * bits // 8 + 4
-        return 2 * self.config.num_kv_heads * vector
+        return 2 * config.num_kv_heads * vector
+
+    def layer_config(self, layer: int) -> models.DecoderConfig:
+        """Returns the config of a layer, whose heads may differ from those of others."""
+        config = self.config  # another decoder's than the package's has equal layers
+        return config.of_layer(layer) if isinstance(config, models.DecoderConfig) else config
+
+    @property
+    def kv_head_dims(self) -> tuple[int, ...]:
+        """The sizes of heads in attention, in ascending order."""
+        layers = range(self.config.num_layers)
+        return tuple(sorted({self.layer_config(layer).kv_head_dim for layer in layers}))
 
     @property
     def split(self) -> Split:
@@ -148,10 +164,9 @@ class Model:
         """The number of query heads on this device."""
         return self.config.num_heads // self.split.shards
 
-    @property
-    def local_kv_heads(self) -> int:
-        """The number of KV heads on this device."""
-        return self.config.num_kv_heads // self.split.kv_shards
+    def local_kv_heads(self, layer: int) -> int:
+        """Returns the number of KV heads of a layer on this device."""
+        return self.layer_config(layer).num_kv_heads // self.split.kv_shards
 
     @property
     def local_vocab(self) -> int:

@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from models.decoder import DecoderConfig, Transformer, formats_of, layer_module, of_layers
+from models.decoder import DecoderConfig, Transformer, layer_module, of_layers
 from models.eagle import EagleConfig, EagleHead
 from models.gated_delta import DeltaNetInputs
 from models.layers import in_every_layer
@@ -159,10 +159,9 @@ def abstract_params(module: nn.Module) -> dict[str, Any]:
     one_layer = of_layers(module, (0,))
     shapes = jax.eval_shape(lambda key: init_boxed(one_layer, key), jax.random.key(0))
     others, (first,) = split_blocks(shapes)
-    formats, linear = formats_of(module), module.config.linear
-    blocks = {(formats.within(f"{BLOCK}0"), linear[0]): first}
-    for layer in range(module.config.num_layers):
-        own = formats.within(f"{BLOCK}{layer}"), linear[layer]
+    kinds = [layer_module(module, layer) for layer in range(module.config.num_layers)]
+    blocks = {kinds[0]: first}
+    for layer, own in enumerate(kinds):
         if own not in blocks:
             blocks[own] = block_params(module, layer)
         others["params"][f"{BLOCK}{layer}"] = blocks[own]

@@ -67,6 +67,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {  # by Hugging Face's names
 NORMS: dict[str, Any] = {
     "rms": RMSNorm,
     "rms_plus_one": functools.partial(RMSNorm, plus_one=True),
+    "rms_wide": functools.partial(RMSNorm, wide=True),
     "layer": LayerNorm,
     "layer_no_bias": functools.partial(LayerNorm, use_bias=False),
 }
@@ -94,8 +95,8 @@ class DecoderConfig:
       head_dim: D; need not be E / H.
       max_positions: the longest context that the model accepts.
       positions: rotary or learned positions, or ALiBi.
-      norm: "rms" (RMSNorm), "rms_plus_one" (Gemma's: scaled by 1 + the parameter), "layer"
-        (LayerNorm) or "layer_no_bias".
+      norm: "rms" (RMSNorm), "rms_wide" (Gemma 4's: scaled before it is rounded), "rms_plus_one"
+        (earlier ones': also by 1 + the parameter), "layer" (LayerNorm) or "layer_no_bias".
       norm_eps: epsilon of the norms.
       norm_before: the inputs of attention and MLP are normalized.
       norm_after: their outputs are normalized before each sum, with `norm_before` (Gemma 2 and 3)
@@ -107,6 +108,9 @@ class DecoderConfig:
       qk_norm: RMSNorm over each head of q and k before the rotation (Qwen3).
       joint_qk_norm: with `qk_norm`, one RMSNorm over all heads of q, and one over those of k (OLMo
         2 and 3).
+      value_norm: RMSNorm without a scale over each head of v (Gemma 4).
+      values_are_keys: layers without a window have no matrix for v, which is k before its norm and
+        rotation (Gemma 4).
       qkv_bias: biases on q, k, v.
       clip_qkv: q, k, v are clipped to this absolute value (MPT); None: they are not.
       out_bias: bias on the attention's output.
@@ -142,9 +146,12 @@ class DecoderConfig:
       sliding_window: W, the newest positions that a token of a windowed layer sees, its own
         included; None: every layer sees the whole text.
       full_layers: the layers without a window, in order; the others have it.
+      full_head_dim, full_kv_heads: D and K of the layers without a window (Gemma 4); None: those of
+        the others.
       window_positions: the rotary settings of the windowed layers; None: those of `positions`.
       unrotated_layers: the layers without positions, in order, of a model with rotary ones
         (SmolLM3).
+      layer_scalars: the output of each layer is multiplied by a parameter (Gemma 4).
       linear_layers: the layers that are gated delta nets, in order; the others are attention.
       delta_net: the shapes of those layers; None: there are none.
       draft_vocab_size: for a draft model with output rows of its most frequent tokens only, the
@@ -172,6 +179,8 @@ class DecoderConfig:
     shared_norm: bool = False
     qk_norm: bool = False
     joint_qk_norm: bool = False
+    value_norm: bool = False
+    values_are_keys: bool = False
     qkv_bias: bool = False
     clip_qkv: float | None = None
     out_bias: bool = False
@@ -198,8 +207,11 @@ class DecoderConfig:
     family: str = "llama"
     sliding_window: int | None = None
     full_layers: tuple[int, ...] = ()
+    full_head_dim: int | None = None
+    full_kv_heads: int | None = None
     window_positions: Rope | None = None
     unrotated_layers: tuple[int, ...] = ()
+    layer_scalars: bool = False
     linear_layers: tuple[int, ...] = ()
     delta_net: DeltaNetShape | None = None
     draft_vocab_size: int | None = None
@@ -211,13 +223,18 @@ class DecoderConfig:
         for name, known in (("norm", NORMS), ("activation", ACTIVATIONS)):
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"{name}={value!r} is not supported: use {' or '.join(known)}")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
-            )
-        for rope in (self.rope, self.window_positions):
-            if rope is not None:
-                self._check_rotation(rope)
+        for name in ("num_kv_heads", "full_kv_heads"):
+            if self.num_heads % (getattr(self, name) or 1):
+                raise ValueError(
+                    f"num_heads={self.num_heads} is not a multiple of {name}={getattr(self, name)}"
+                )
+        everywhere = self.window_positions is None  # the rotation of all layers is `rope`
+        if self.rope is not None and (everywhere or self.full_head_dim is None):
+            self._check_rotation(self.rope, "head_dim")
+        if self.rope is not None and self.full_head_dim is not None:
+            self._check_rotation(self.rope, "full_head_dim")
+        if self.window_positions is not None:
+            self._check_rotation(self.window_positions, "head_dim")
         self._check_windows()
         self._check_linear_layers()
         if not 1 <= self.experts_per_token <= (self.num_experts or 0) and (
@@ -254,6 +271,12 @@ class DecoderConfig:
                 f"shared_norm={self.shared_norm}: shared_norm=True requires parallel=True, which "
                 "requires norm_before=True"
             )
+        if self.layer_scalars and (self.parallel or not (self.norm_before or self.norm_after)):
+            raise ValueError(
+                f"layer_scalars=True with norm_before={self.norm_before}, norm_after="
+                f"{self.norm_after}, parallel={self.parallel}: it requires parallel=False, and a "
+                "norm before or after attention and MLP"
+            )
         if self.norm_after and self.parallel:
             raise ValueError("norm_after=True requires parallel=False: omit one of them")
         if self.draft_vocab_size is not None and not 2 <= self.draft_vocab_size < self.vocab_size:
@@ -276,10 +299,11 @@ class DecoderConfig:
             )
         self._check_layers("unrotated_layers")
         if self.sliding_window is None:
-            if self.full_layers or self.window_positions is not None:
+            names = "full_layers", "window_positions", "full_head_dim", "full_kv_heads"
+            if given := [name for name in names if getattr(self, name)]:
+                values = ", ".join(f"{name}={getattr(self, name)}" for name in given)
                 raise ValueError(
-                    f"full_layers={self.full_layers}, window_positions={self.window_positions}: "
-                    "without sliding_window no layer has a window; set it, or omit both"
+                    f"{values}: without sliding_window no layer has a window; set it, or omit them"
                 )
             return
         if self.sliding_window < 1:
@@ -310,6 +334,13 @@ class DecoderConfig:
             raise ValueError(
                 f"shared_expert_size={self.shared_expert_size} without num_experts: omit it"
             )
+
+    def of_layer(self, layer: int) -> "DecoderConfig":
+        """Returns the config of a block, of which `head_dim` and the like are those of this layer.
+
+        Layers of a kind have equal ones.
+        """
+        return _of_kind(self, self.slides[layer])
 
     @property
     def linear(self) -> tuple[bool, ...]:
@@ -362,19 +393,26 @@ class DecoderConfig:
         inverse, factor = zip(*kinds, strict=True)
         return jnp.stack(inverse)[rotation], jnp.stack(factor)[rotation]
 
-    def _check_rotation(self, rope: Rope) -> None:
-        size, factor = rope.rotary_dim(self.head_dim), rope.partial_rotary_factor
-        if factor == 1 and size % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even: the rotation pairs halves")
-        if size % 2 or not 2 <= size <= self.head_dim:
-            nearest = max(min(size, self.head_dim) // 2 * 2, 2)
-            right = nearest / self.head_dim
-            if int(right * self.head_dim) < nearest:  # 30 / 44, which times 44 is below 30
+    def _check_rotation(self, rope: Rope, name: str) -> None:
+        """Raises ValueError if heads of the size in the field `name` cannot rotate by `rope`."""
+        head_dim, factor = getattr(self, name), rope.partial_rotary_factor
+        size = rope.rotary_dim(head_dim)
+        if size % 2 and (factor == 1 or rope.kind == "proportional"):
+            raise ValueError(f"{name}={head_dim} must be even: the rotation pairs halves")
+        if rope.kind == "proportional":
+            if not 1 <= factor * head_dim // 2 <= head_dim // 2:
+                raise ValueError(
+                    f"partial_rotary_factor={factor} rotates {int(factor * head_dim // 2)} pairs "
+                    f"of {name}={head_dim}: it must be from {2 / head_dim} to 1"
+                )
+        elif size % 2 or not 2 <= size <= head_dim:
+            nearest = max(min(size, head_dim) // 2 * 2, 2)
+            right = nearest / head_dim
+            if int(right * head_dim) < nearest:  # 30 / 44, which times 44 is below 30
                 right = math.nextafter(right, 1)
             raise ValueError(
-                f"partial_rotary_factor={factor} rotates {size} elements of head_dim="
-                f"{self.head_dim}: their number must be even, from 2 to {self.head_dim}; for "
-                f"{nearest}, use {right}"
+                f"partial_rotary_factor={factor} rotates {size} elements of {name}={head_dim}: "
+                f"their number must be even, from 2 to {head_dim}; for {nearest}, use {right}"
             )
         if rope.kind == "longrope" and len(rope.short_factor) != size // 2:
             raise ValueError(
@@ -423,9 +461,14 @@ class DecoderConfig:
         width, up = self.hidden_size, ("gate", "up")[not self.gated :]
         inputs = dict[str, int]()
         if layer is None or not self.linear[layer]:
-            names = (*"qkv", *("gate",) * self.attention_gate)
+            kinds = [
+                self.of_layer(i) for i in (range(self.num_layers) if layer is None else [layer])
+            ]
+            has_values = not all(kind.values_are_keys for kind in kinds)
+            names = (*"qk", *"v" * has_values, *("gate",) * self.attention_gate)
             inputs |= {f"attention/{name}": width for name in names}
-            inputs["attention/out"] = self.num_heads * self.head_dim // shards
+            head_dim = math.gcd(*(kind.head_dim for kind in kinds))
+            inputs["attention/out"] = self.num_heads * head_dim // shards
         if (shape := self.delta_net) is not None and (layer is None or self.linear[layer]):
             inputs |= {f"delta_net/{name}": width for name in "qkvz"}
             inputs["delta_net/out"] = shape.value_heads * shape.value_dim
@@ -445,6 +488,24 @@ class DecoderConfig:
             return (up + 1) * gate * nn.sigmoid(1.702 * gate)
         first = ACTIVATIONS[self.activation](first)
         return first * others[0] if self.gated else first
+
+
+@functools.lru_cache(maxsize=64)
+def _of_kind(config: DecoderConfig, slides: bool) -> DecoderConfig:
+    """Returns the config of layers with a window, or of those without one."""
+    c = config
+    if (c.full_head_dim, c.full_kv_heads, c.values_are_keys) == (None, None, False):
+        return c
+    plain = dataclasses.replace(c, full_head_dim=None, full_kv_heads=None)
+    if slides:
+        positions = c.window_positions or c.positions
+        return dataclasses.replace(plain, values_are_keys=False, positions=positions)
+    return dataclasses.replace(
+        plain,
+        head_dim=c.full_head_dim or c.head_dim,
+        num_kv_heads=c.full_kv_heads or c.num_kv_heads,
+        window_positions=None,
+    )
 
 
 def of_layers(module: nn.Module, layers: Sequence[int]) -> nn.Module:
@@ -490,13 +551,15 @@ class Attention(nn.Module):
             return Projection(inputs, outputs, use_bias, name=name, **options)
 
         gated = [projection(embed, heads, c.qkv_bias, "gate")] * c.attention_gate
-        q, k, v, *gate = project(
+        valued = [projection(embed, kv_heads, c.qkv_bias, "v")] * (not c.values_are_keys)
+        q, k, *others = project(
             x,
             projection(embed, heads, c.qkv_bias, "q"),
             projection(embed, kv_heads, c.qkv_bias, "k"),
-            projection(embed, kv_heads, c.qkv_bias, "v"),
+            *valued,
             *gated,
         )
+        v, *gate = others if valued else (k, *others)
         if c.joint_qk_norm:
             q = self._norm_of_all_heads("q_norm", q, HEADS, self.split.axes)
             k = self._norm_of_all_heads("k_norm", k, KV_HEADS, self.split.kv_axes)
@@ -504,6 +567,9 @@ class Attention(nn.Module):
             settings = c.head_dim, c.norm_eps, self.dtype, HEAD_DIM, self.backend
             norm = NORMS[c.norm]
             q, k = norm(*settings, name="q_norm")(q), norm(*settings, name="k_norm")(k)
+        if c.value_norm:
+            settings = c.head_dim, c.norm_eps, self.dtype, HEAD_DIM, self.backend
+            v = RMSNorm(*settings, use_scale=False, name="v_norm")(v)
         if c.clip_qkv is not None:
             q, k, v = (jnp.clip(x, -c.clip_qkv, c.clip_qkv) for x in (q, k, v))
         is_unrotated = isinstance(rotation, int) and rotation == UNROTATED
@@ -651,7 +717,11 @@ class Block(nn.Module):
             return x + weighted(out) + weighted(mlp(normed)), aux
         x = x + weighted(out, "attention_output_norm")
         out = mlp(norm("mlp_norm")(x) if c.norm_before else x)
-        return x + weighted(out, "mlp_output_norm"), aux
+        x = x + weighted(out, "mlp_output_norm")
+        if c.layer_scalars:
+            ones = nn.with_logical_partitioning(nn.initializers.ones, (None,))
+            x = x * self.param("scalar", ones, (1,), self.dtype)
+        return x, aux
 
 
 def layer_module(module: nn.Module, layer: int = 0) -> Block:
@@ -661,7 +731,8 @@ def layer_module(module: nn.Module, layer: int = 0) -> Block:
     """
     weights = module.weights.within(f"{BLOCK}{layer}")
     linear = module.config.linear[layer]
-    own = module.config, module.dtype, module.split, weights, module.backend, linear
+    config = module.config.of_layer(layer)
+    own = config, module.dtype, module.split, weights, module.backend, linear
     return Block(*own, parent=None)
 
 

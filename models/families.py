@@ -255,18 +255,15 @@ _HYBRID_EXPERT_DEFAULTS = {
 _MTP = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
 _UNREAD = (*_MTP, "attn_output_gate", "decoder_sparse_step", "mlp_only_layers")
 
-# The text decoder of models that also read images, by their `model_type`: Gemma 3 from 4B on.
+# The text decoder of models that also read images, by their `model_type`.
 TEXT_DECODERS: Mapping[str, str] = MappingProxyType(
     {
         "gemma3": "gemma3_text",
+        "gemma4": "gemma4_text",
         "qwen3_5": "qwen3_5_text",
         "qwen3_5_moe": "qwen3_5_moe_text",
     }
 )
-
-# Values of `model_type` that are not supported, and why.
-_GEMMA_4 = "its layers without a window have larger heads than the others (global_head_dim)"
-REFUSED: Mapping[str, str] = MappingProxyType(dict.fromkeys(("gemma4", "gemma4_text"), _GEMMA_4))
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -497,6 +494,52 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "attn_logit_softcapping": (None,),
             },
             ignored=("hidden_act", "cache_implementation"),
+        ),
+        "gemma4_text": Family(
+            "Gemma4ForCausalLM",
+            names={**_GEMMA_NAMES, "scalar": "layer_scalar"},
+            keys={**_GEMMA_KEYS, "attention_k_eq_v": "values_are_keys"},
+            settings={
+                "norm": "rms_wide",
+                "norm_after": True,
+                "qk_norm": True,
+                "value_norm": True,
+                "query_scale": 1.0,
+                "scale_embeddings": True,
+                "layer_scalars": True,
+            },
+            parts=("windowed_layers", "full_heads", "nested_ropes"),
+            defaults={
+                **_GEMMA_DEFAULTS,
+                "vocab_size": 262144,
+                "num_attention_heads": 8,
+                "max_position_embeddings": 131072,
+                "sliding_window": 512,
+                "sliding_window_pattern": 6,
+                "global_head_dim": 512,
+                "attention_k_eq_v": False,
+                "rope_parameters": {
+                    "full_attention": {
+                        "rope_type": "proportional",
+                        "rope_theta": 1000000.0,
+                        "partial_rotary_factor": 0.25,
+                    },
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                },
+            },
+            fixed={
+                # Images, and only they, may be read in both directions.
+                "use_bidirectional_attention": (None, "vision", False),
+                "hidden_size_per_layer_input": (0,),
+                "num_kv_shared_layers": (0,),
+                "use_double_wide_mlp": (False,),
+                "enable_moe_block": (False,),
+            },
+            ignored=(
+                *("vocab_size_per_layer_input", "moe_intermediate_size", "num_experts"),
+                "top_k_experts",
+            ),
+            rope_kinds=("default", "proportional"),
         ),
         "smollm3": Family(
             "SmolLM3ForCausalLM",

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from models.decoder import DecoderConfig
-from models.families import FAMILIES, REFUSED, TEXT_DECODERS, family_config
+from models.families import FAMILIES, TEXT_DECODERS, family_config
 from models.gated_delta import DeltaNetShape
 from models.positions import Alibi, Rope
 
@@ -86,6 +86,7 @@ ROPE_KEYS = {
 ROPE_READS = {
     "default": (),
     "linear": ("factor",),
+    "proportional": ("factor",),
     "llama3": (
         "factor",
         "original_max_position_embeddings",
@@ -113,6 +114,7 @@ ROPE_READS = {
 ROPE_NEEDS = {
     "default": (),
     "linear": ("factor",),
+    "proportional": (),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": (),
     "longrope": ("short_factor", "long_factor"),
@@ -136,6 +138,7 @@ DELTA_NET_KEYS = {
     "linear_value_head_dim": "value_dim",
     "linear_conv_kernel_dim": "conv_width",
 }
+FULL_HEAD_KEYS = "head_dim", "num_key_value_heads"  # that layers without a window may have
 # Of positions in images; those of text are equal in all sections.
 MROPE = ("mrope_section", "mrope_interleaved")
 ATTN_IGNORED = ("attn_impl", "attn_uses_sequence_id", "model_type")
@@ -144,12 +147,14 @@ ATTN_IGNORED = ("attn_impl", "attn_uses_sequence_id", "model_type")
 # The types of other keys than those of a field of `DecoderConfig`.
 KEY_TYPES: dict[str, type] = {
     **dict.fromkeys(("rope_scaling", "rope_parameters", "attn_config"), dict),
+    "per_layer_config": dict,
     **dict.fromkeys(("rope_theta", "partial_rotary_factor", "clip_qkv"), float),
     **dict.fromkeys(("rope_local_base_freq", "query_pre_attn_scalar"), float),
     **dict.fromkeys(("original_max_position_embeddings", "sliding_window"), int),
     **dict.fromkeys(("max_window_layers", "num_kv_heads", "num_ln_in_parallel_attn"), int),
     **dict.fromkeys(("sliding_window_pattern", "_sliding_window_pattern"), int),
     **dict.fromkeys(("full_attention_interval", *DELTA_NET_KEYS), int),
+    **dict.fromkeys(("global_head_dim", "num_global_key_value_heads"), int),
     **dict.fromkeys(("use_sliding_window", "_remove_final_layer_norm", "multi_query"), bool),
     **dict.fromkeys(("alibi", "new_decoder_architecture", "parallel_attn"), bool),
     **dict.fromkeys(("layer_types", "no_rope_layers"), list),
@@ -278,9 +283,8 @@ def read_config(raw: Mapping[str, Any], file: str = "config.json") -> DecoderCon
     _refuse_heads(raw)
     name: Any = raw.get("model_type")
     if name not in FAMILIES:
-        reason = f"{REFUSED[name]}; " if name in REFUSED else ""
         raise ValueError(
-            f"model_type={name!r} is not supported: {reason}it must be one of "
+            f"model_type={name!r} is not supported: it must be one of "
             f"{', '.join(FAMILIES)}; docs/extending/model_family.md describes how to add a family"
         )
     family = FAMILIES[name]
@@ -391,7 +395,8 @@ def _read_rope(reader: _ConfigReader, settings: Settings) -> Settings:
 
 def _rotates_part(reader: _ConfigReader) -> bool:
     """Returns whether models of the family may rotate a part of each head."""
-    return "longrope" in reader.rope_kinds or "partial_rotary_factor" in reader.defaults
+    kinds = {"longrope", "proportional"}.intersection(reader.rope_kinds)
+    return bool(kinds) or "partial_rotary_factor" in reader.defaults
 
 
 def _parse_rope(
@@ -605,6 +610,41 @@ def _nested_ropes(
     return full, windowed
 
 
+def _read_windowed_layers(reader: _ConfigReader, settings: Settings) -> Settings:
+    """Returns the window of all layers but some, of which the last is one (Gemma 4)."""
+    layers, period = settings["num_layers"], reader.get("sliding_window_pattern")
+    full = _full_layers(reader, layers, range(period - 1, layers, period))
+    full = tuple(sorted({*full, layers - 1}))
+    return {"sliding_window": reader.need("sliding_window"), "full_layers": full}
+
+
+def _read_full_heads(reader: _ConfigReader, settings: Settings) -> Settings:
+    """Returns the heads of layers without a window, in either spelling (Gemma 4)."""
+    kv_heads = reader.get("num_global_key_value_heads")
+    own: Mapping[str, Any] = {
+        "head_dim": reader.get("global_head_dim"),
+        "num_key_value_heads": kv_heads if settings["values_are_keys"] else None,
+    }
+    if by_layer := reader.get("per_layer_config", {}):  # as transformers writes it
+        own, full = next(iter(by_layer.values())), settings["full_layers"]
+        if by_layer != {str(layer): own for layer in full} or not {*own} <= {*FULL_HEAD_KEYS}:
+            raise ValueError(
+                f"per_layer_config={by_layer} is not supported: it must have {FULL_HEAD_KEYS} of "
+                f"the layers {full} without a window, equal in all of them"
+            )
+    size, kv_heads = (own.get(key) for key in FULL_HEAD_KEYS)
+    return {
+        "full_head_dim": None if size == settings["head_dim"] else size,
+        "full_kv_heads": None if kv_heads == settings["num_kv_heads"] else kv_heads,
+    }
+
+
+def _read_nested_ropes(reader: _ConfigReader, settings: Settings) -> Settings:
+    """Returns the rotary settings of each kind of layer, by its name (Gemma 4)."""
+    ropes = _nested_ropes(reader, settings, reader.get("rope_parameters"), 10000.0)
+    return dict(zip(("positions", "window_positions"), ropes, strict=True))
+
+
 def _read_query_scale(reader: _ConfigReader, settings: Settings) -> Settings:
     scalar = float(reader.get("query_pre_attn_scalar", 256.0))
     if scalar <= 0:
@@ -669,6 +709,9 @@ READERS: dict[str, Callable[[_ConfigReader, Settings], Settings]] = {
     "optional_window": _read_optional_window,
     "switched_window": _read_switched_window,
     "alternating_window": _read_alternating_window,
+    "windowed_layers": _read_windowed_layers,
+    "full_heads": _read_full_heads,
+    "nested_ropes": _read_nested_ropes,
     "two_ropes": _read_two_ropes,
     "unrotated_layers": _read_unrotated_layers,
     "full_rope": _read_full_rope,

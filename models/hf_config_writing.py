@@ -16,6 +16,7 @@ from models.hf_config import (
     SLIDING,
     read_config,
 )
+from models.positions import Rope
 
 
 def write_config(config: DecoderConfig) -> dict[str, Any]:
@@ -105,6 +106,24 @@ def _write_delta_net(config: DecoderConfig) -> dict[str, Any]:
     return {"layer_types": kinds, **sizes}
 
 
+def _write_full_heads(config: DecoderConfig) -> dict[str, Any]:
+    raw = {"global_head_dim": config.full_head_dim or config.head_dim}
+    if config.full_kv_heads is not None:
+        raw["num_global_key_value_heads"] = config.full_kv_heads
+    return raw
+
+
+def _write_nested_ropes(config: DecoderConfig) -> dict[str, Any]:
+    def settings(rope: Rope) -> dict[str, Any]:
+        values = {name: getattr(rope, ROPE_KEYS[name]) for name in ROPE_READS[rope.kind]}
+        if rope.partial_rotary_factor != 1.0:
+            values["partial_rotary_factor"] = rope.partial_rotary_factor
+        return {"rope_type": rope.kind, "rope_theta": rope.theta, **values}
+
+    ropes = {FULL: config.rope, SLIDING: config.window_positions}
+    return {"rope_parameters": {kind: settings(rope) for kind, rope in ropes.items() if rope}}
+
+
 def _write_two_ropes(config: DecoderConfig) -> dict[str, Any]:
     raw, local = _write_rope(config), config.window_positions
     if local is None or local.kind != "default":
@@ -177,6 +196,9 @@ WRITERS: dict[str, Callable[[DecoderConfig], dict[str, Any]]] = {
     "optional_window": _write_optional_window,
     "switched_window": _write_switched_window,
     "alternating_window": _write_alternating_window,
+    "windowed_layers": _write_alternating_window,
+    "full_heads": _write_full_heads,
+    "nested_ropes": _write_nested_ropes,
     "two_ropes": _write_two_ropes,
     "unrotated_layers": _write_unrotated_layers,
     "full_rope": _write_full_rope,

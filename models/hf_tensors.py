@@ -329,11 +329,13 @@ def _layer(c: DecoderConfig, layer: int, path: tuple[str, ...]) -> list[Tensor]:
     if c.linear[layer]:
         tensors += _delta_net(c, name, (*path, "delta_net"))
     else:
-        tensors += _attention(c, name, (*path, "attention"))
+        tensors += _attention(c.of_layer(layer), name, (*path, "attention"))
     if inner_norms and not c.shared_norm:
         tensors += _norm(name[f"{own_norms}mlp_norm"], (*path, "mlp_norm"), bias)
     for part in ("attention_output_norm", "mlp_output_norm") * c.norm_after:
         tensors += _norm(name[part], (*path, part), bias)
+    if c.layer_scalars:
+        tensors.append(Tensor(name["scalar"], (*path, "scalar")))
     return tensors + _mlp(c, name, (*path, "mlp"))
 
 
@@ -353,7 +355,8 @@ def _attention(c: DecoderConfig, name: dict[str, str], path: tuple[str, ...]) ->
         for i, part in enumerate(("q", "gate") * c.attention_gate):
             fused = Fused(c.num_heads, halves, i)
             tensors += linear(name["q"], (*attention, part), 1, c.qkv_bias, fused=fused)
-        for part in "qkv"[c.attention_gate :]:
+        parts = "qk" if c.values_are_keys else "qkv"
+        for part in parts[c.attention_gate :]:
             tensors += linear(name[part], (*attention, part), 1, c.qkv_bias)
     if c.qk_norm:
         for part in ("q_norm", "k_norm"):

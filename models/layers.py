@@ -27,8 +27,9 @@ NEVER = -1e30  # logit of a token that is never predicted; finite, so that diffe
 class RMSNorm(nn.Module):
     """x divided by its root mean square, scaled; the mean is computed in float32.
 
-    With `plus_one` the scale is 1 + the parameter, and applied in float32. Mesh axes `axis_names`
-    divide E, of which this device has `size`.
+    With `plus_one` the scale is 1 + the parameter. It is applied in float32, as with `wide`.
+    Without `use_scale` there is none. Mesh axes `axis_names` divide E, of which this device has
+    `size`.
     """
 
     size: int
@@ -37,21 +38,25 @@ class RMSNorm(nn.Module):
     axis: str | None = None
     backend: str | None = None
     plus_one: bool = False
+    wide: bool = False
+    use_scale: bool = True
     axis_names: tuple[str, ...] = ()
 
     @nn.compact
     def __call__(self, x: Float[Array, "*B E"]) -> Float[Array, "*B E"]:
-        start = nn.initializers.zeros if self.plus_one else nn.initializers.ones
-        init = nn.with_logical_partitioning(start, (self.axis,))
-        scale = self.param("scale", init, (self.size,), self.dtype)
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         squares = mean(wide * wide, self.backend)
         if self.axis_names:
             squares = collectives.psum(squares, self.axis_names)
             squares = squares / collectives.axis_size(self.axis_names)
         wide = wide * jax.lax.rsqrt(squares + self.eps)
-        if self.plus_one:
-            return (wide * (1 + scale.astype(wide.dtype))).astype(x.dtype)
+        if not self.use_scale:
+            return wide.astype(x.dtype)
+        start = nn.initializers.zeros if self.plus_one else nn.initializers.ones
+        init = nn.with_logical_partitioning(start, (self.axis,))
+        scale = self.param("scale", init, (self.size,), self.dtype)
+        if self.plus_one or self.wide:
+            return (wide * (self.plus_one + scale.astype(wide.dtype))).astype(x.dtype)
         return wide.astype(x.dtype) * scale
 
 

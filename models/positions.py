@@ -24,7 +24,7 @@ from sharding import Split, collectives
 ALIBI_BASE = 256  # bfloat16 represents integers up to 256
 ALIBI_COLUMNS = 2
 ALIBI_POSITIONS = ALIBI_BASE * ALIBI_BASE
-KINDS = ("default", "linear", "llama3", "yarn", "longrope")
+KINDS = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +34,9 @@ class Rope:
     Attributes:
       theta: the base; pair i of a head of size D rotates by theta**(-2i/D) radians per position.
       kind: one of `KINDS`.
-      partial_rotary_factor: the part of a head that rotates; "D" above is its size.
-      factor: ratio of the scaled to the original context (linear, llama3, yarn, longrope).
+      partial_rotary_factor: the part of a head that rotates; "D" above is its size. Of kind
+        proportional, D is the size of the head, of whose pairs the first part rotates (Gemma 4).
+      factor: ratio of the scaled to the original context (all kinds but default).
       original_max_positions: the original context (llama3, yarn, longrope).
       low_freq_factor, high_freq_factor: bounds of the band that llama3 interpolates.
       beta_fast, beta_slow: rotations over the original context that bound yarn's ramp.
@@ -72,7 +73,9 @@ class Rope:
             raise ValueError(f"rope kind {self.kind!r} needs original_max_positions")
 
     def rotary_dim(self, head_dim: int) -> int:
-        """Returns the size of the part of a head that rotates."""
+        """Returns the size of the part of a head whose pairs have a frequency, which may be 0."""
+        if self.kind == "proportional":
+            return head_dim
         return int(head_dim * self.partial_rotary_factor)
 
 
@@ -105,7 +108,10 @@ def frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, float]:
     """
     head_dim = rope.rotary_dim(head_dim)
     inverse = 1.0 / rope.theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)
-    if rope.kind == "linear":
+    if rope.kind == "proportional":
+        pairs = int(rope.partial_rotary_factor * head_dim // 2)
+        inverse = np.where(np.arange(head_dim // 2) < pairs, inverse, 0) / rope.factor
+    elif rope.kind == "linear":
         inverse = inverse / rope.factor
     elif rope.kind == "llama3":
         inverse = _llama3(rope, inverse)

@@ -125,6 +125,30 @@ def _gemma_3(
     )
 
 
+def _gemma_4(
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    window: int,
+    **more: Any,
+) -> DecoderConfig:
+    settings: dict[str, Any] = {
+        "max_positions": 262144,
+        "positions": Rope(theta=1000000.0, kind="proportional", partial_rotary_factor=0.25),
+        "window_positions": Rope(),
+        "sliding_window": window,
+        "full_layers": tuple(range(5, layers, 6)),
+        "full_head_dim": 512,
+        "logits_softcap": 30.0,
+        **more,
+    }
+    return _gemma(
+        "gemma4_text", 262144, hidden, intermediate, layers, heads, kv_heads, 256, **settings
+    )
+
+
 def _olmo_3(
     hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int
 ) -> DecoderConfig:
@@ -249,6 +273,9 @@ PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
         "gemma-3-12b": _gemma_3(3840, 15360, 48, 16, 8, window=1024, factor=8.0),
         "gemma-3-27b": _gemma_3(
             5376, 21504, 62, 32, 16, window=1024, factor=8.0, head_dim=128, query_scale=168**-0.5
+        ),
+        "gemma-4-31b": _gemma_4(
+            *(5376, 21504, 60, 32, 16), window=1024, full_kv_heads=4, values_are_keys=True
         ),
         "mixtral-8x7b": _llama(
             4096,

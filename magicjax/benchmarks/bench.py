@@ -131,7 +131,8 @@ def make_setup(
         target = load(options.target, dtype=options.dtype)
         best = None  # the default: mosaic does not support windows and capped scores
         if not any(target.windows) and softcap_of(target.config) is None:
-            best = best_backend(target.dtype, target.config.kv_head_dim, jax.devices()[0])
+            (size,) = target.kv_head_dims  # of a model without windows
+            best = best_backend(target.dtype, size, jax.devices()[0])
         setup = Setup(target, options.backend or best, options.new_tokens)
         longest = max(setup.new_tokens, new_tokens(nodes))
         for context in contexts:

@@ -332,8 +332,9 @@ def validated_backend(
     """Returns the backend of all models of a request; one that all of them support."""
     device = _device(target, mesh)
     chosen = {
-        choose_backend(backend, model.dtype, model.config.kv_head_dim, device)
+        choose_backend(backend, model.dtype, size, device)
         for model in (target, *placement.models_of(drafter))
+        for size in model.kv_head_dims
     }
     return chosen.pop() if len(chosen) == 1 else "xla"
 

@@ -156,8 +156,9 @@ class PageRetrieval(TargetDrafter):
     def cache_bytes(self, target: Model, batch: int, capacity: int) -> int:
         """Returns the bytes of the bounds, two vectors for each page and KV head."""
         part = self.part_of(target)
-        pages = part.windows.count(None) * (capacity // self.page_size)
-        return batch * pages * part.slot_bytes()
+        layers = [layer for layer, window in enumerate(part.windows) if window is None]
+        page = sum(part.slot_bytes(layer) for layer in layers)
+        return batch * (capacity // self.page_size) * page
 
     def prefill(
         self, target, tokens, cache: KVCache, stats, settings, previous=None

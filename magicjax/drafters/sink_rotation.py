@@ -60,7 +60,7 @@ def prefill_sliding_window(
     config, batch = model.config, tokens.shape[0]
     chunk = prefill_chunk(ring, config.max_positions - sinks - ring)
     tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % chunk)))
-    shape = batch, model.local_kv_heads, sinks + ring, config.head_dim
+    shape = batch, model.local_kv_heads(0), sinks + ring, config.head_dim  # of every layer
     k, v = (tuple(jnp.zeros(shape, model.dtype) for _ in range(config.num_layers)) for _ in "kv")
     in_order = jnp.broadcast_to(jnp.arange(sinks, dtype=jnp.int32), (*shape[:2], sinks))
     pinned, count = (in_order,) * config.num_layers, jnp.zeros(batch, jnp.int32)

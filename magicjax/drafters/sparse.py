@@ -174,7 +174,7 @@ class SparseSettings:
                 queries=stats.queries[layer] if stats.queries else None,
                 accumulated=stats.total[layer] if stats.total else None,
                 layer=jnp.int32(model.first_layer + layer),
-                config=model.config,
+                config=model.layer_config(layer),
                 split=model.split,
                 backend=backend,
             )
@@ -205,7 +205,9 @@ class SparseSettings:
 
     def num_bytes(self, model: Model, batch: int) -> int:
         """Returns the bytes of keys and values of the draft cache, scales included."""
-        return batch * sum(self.slots(model)) * model.slot_bytes(KV_DTYPES[self.kv_dtype])
+        bits = KV_DTYPES[self.kv_dtype]
+        slots = enumerate(self.slots(model))
+        return batch * sum(count * model.slot_bytes(layer, bits) for layer, count in slots)
 
 
 def check_context(model: Model, budget: int) -> None:

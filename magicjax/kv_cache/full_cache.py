@@ -65,7 +65,7 @@ class KVCache:
 
     @property
     def slots(self) -> Any:
-        """The keys of any layer with attention, which have the format of all; None without one."""
+        """The keys of any layer with attention, quantized as those of all; None without one."""
         return next((k for k in self.k if k is not None), None)
 
     def live(self, layer: int) -> Int[Array, "B"]:
@@ -85,11 +85,13 @@ def select[T](values: tuple[T, ...], layers: Sequence[int]) -> tuple[T, ...]:
 
 def empty(model: Model, batch: int, slots: int) -> KVCache:
     """Returns a cache of zeros. Dead slots must be finite."""
-    heads, size, windows = model.local_kv_heads, model.config.kv_head_dim, model.windows
-    layers = [
-        None if linear else (batch, heads, layer_slots(window, slots), size)
-        for window, linear in zip(windows, model.linear, strict=True)
-    ]
+    windows = model.windows
+
+    def shape_of(layer):
+        heads, size = model.local_kv_heads(layer), model.layer_config(layer).kv_head_dim
+        return batch, heads, layer_slots(windows[layer], slots), size
+
+    layers = [None if linear else shape_of(i) for i, linear in enumerate(model.linear)]
     k, v = (tuple(_zeros(shape, model) for shape in layers) for _ in "kv")
     states: tuple = ()
     if any(model.linear):
@@ -108,15 +110,21 @@ def _zeros(shape: tuple[int, ...] | None, model: Model) -> Slots | None:
 
 
 def as_stored(entries: Any, slots: Slots | None) -> Any:
-    """Returns a pytree of keys and values of one shape, in the format of a layer's slots.
+    """Returns a pytree of keys and values in the format of a layer's slots.
 
-    They are quantized together, because a step of a small model has hundreds of short operations.
+    Those of one shape are quantized together, because a step of a small model has hundreds of short
+    operations.
     """
     if not isinstance(slots, Quantized):
         return entries
     arrays, tree = jax.tree.flatten(entries)
-    stored = quantize(jnp.stack(arrays), slots.bits, power_of_two=True)
-    parts = [jax.tree.map(lambda x, i=i: x[i], stored) for i in range(len(arrays))]
+    parts: list[Any] = [None] * len(arrays)
+    for shape in dict.fromkeys(x.shape for x in arrays):
+        alike = [i for i, x in enumerate(arrays) if x.shape == shape]
+        stacked = jnp.stack([arrays[i] for i in alike])
+        stored = quantize(stacked, slots.bits, power_of_two=True)
+        for at, i in enumerate(alike):
+            parts[i] = jax.tree.map(lambda x, at=at: x[at], stored)
     return jax.tree.unflatten(tree, parts)
 
 

@@ -107,9 +107,13 @@ def _empty_stats(model: Model, cache: KVCache, stats_spec: StatsSpec, length: in
     config, batch = model.config, cache.lengths.shape[0]
     queries = total = None
     if stats_spec.window:
-        sizes = batch, stats_spec.window, model.local_heads, config.kv_head_dim
-        window = empty_window(*sizes, model.dtype)
-        queries = tuple(None if linear else window for linear in model.linear)
+        sizes = batch, stats_spec.window, model.local_heads
+        queries = tuple(
+            None
+            if linear
+            else empty_window(*sizes, model.layer_config(layer).kv_head_dim, model.dtype)
+            for layer, linear in enumerate(model.linear)
+        )
     if stats_spec.total:
         dtype = jnp.promote_types(model.dtype, jnp.float32)
         layers = zip(cache.k, cache.windows, strict=True)

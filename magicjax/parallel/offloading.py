@@ -124,6 +124,11 @@ def check_layers(config: Any) -> None:
             f"offload with layers of two kinds (gated delta nets, family {config.family!r}) is not "
             "supported: load the model without offload"
         )
+    if getattr(config, "full_head_dim", None) or getattr(config, "full_kv_heads", None):
+        raise ValueError(
+            f"offload with layers of two shapes (heads of layers without a window, family "
+            f"{config.family!r}) is not supported: load the model without offload"
+        )
 
 
 def check_offload(offload: Any) -> None:

@@ -95,6 +95,25 @@ GEMMA = {
     "sliding_window": 5,
     "query_pre_attn_scalar": 12,
 }
+GEMMA4 = {
+    **LLAMA,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 0,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "final_logit_softcapping": 3.0,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": 50.0,
+            "partial_rotary_factor": 0.5,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+    },
+}
 QWEN3_MOE = {
     **LLAMA,
     "head_dim": 8,
@@ -264,6 +283,10 @@ CASES = {
         },
     ),
     "qwen3_5_moe": ("Qwen3_5MoeText", QWEN3_NEXT_MOE),
+    "gemma4": (
+        "Gemma4Text",
+        {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
 }
 SHARDED = "llama_gqa"
 
@@ -275,8 +298,9 @@ def make(case: str, seed: int) -> None:
     config = getattr(transformers, family + "Config")(**settings)
     kind = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
     model = getattr(transformers, family.removesuffix("Text") + kind)(config).float().eval()
+    scalars = [each for each in model.named_buffers() if each[0].endswith("layer_scalar")]
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in [*model.named_parameters(), *scalars]:
             if name.endswith("A_log"):  # sums of large decays lose precision
                 parameter -= 4
             if parameter.ndim == 1 or not parameter.any():

@@ -32,6 +32,7 @@ ARCHITECTURES = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",
+    "gemma4": "Gemma4ForConditionalGeneration",
     "gpt_oss": "GptOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
@@ -167,6 +168,30 @@ def _gemma3_images(text):
     images = dict(vision_config={"model_type": "siglip_vision_model"}, mm_tokens_per_image=256)
     text = {"model_type": "gemma3_text", "torch_dtype": "bfloat16", **text}
     return _file("gemma3", text_config=text, image_token_index=262144, **images)
+
+
+def _gemma4(hidden, intermediate, layers, heads, kv_heads, **text):
+    ropes = {
+        "full_attention": {
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1000000.0,
+            "rope_type": "proportional",
+        },
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    }
+    own = dict(attention_bias=False, attention_dropout=0.0, attention_k_eq_v=True)
+    own |= dict(enable_moe_block=False, final_logit_softcapping=30.0, global_head_dim=512)
+    own |= dict(head_dim=256, hidden_activation="gelu_pytorch_tanh", hidden_size_per_layer_input=0)
+    own |= dict(model_type="gemma4_text", moe_intermediate_size=None, num_experts=None)
+    own |= dict(num_kv_shared_layers=0, rope_parameters=ropes, sliding_window=1024)
+    own |= dict(tie_word_embeddings=True, top_k_experts=None, use_double_wide_mlp=False)
+    own |= dict(use_bidirectional_attention="vision", vocab_size_per_layer_input=262144)
+    own |= dict(layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * (layers // 6))
+    sizes = hidden, intermediate, layers, heads, kv_heads, 262144, 262144
+    text = _sized("gemma4", *sizes, rms_norm_eps=1e-6) | {"architectures": None} | own | text
+    audio = dict(audio_config=None, audio_token_id=258881, eoa_token_index=258883)
+    images = dict(vision_config={"model_type": "gemma4_vision"}, image_token_id=258880)
+    return _file("gemma4", text_config=text, tie_word_embeddings=True, **audio, **images)
 
 
 def _gpt_oss(layers, experts):
@@ -411,6 +436,7 @@ PUBLISHED = {
             **_GEMMA_3,
         )
     ),
+    "gemma-4-31b": _gemma4(5376, 21504, 60, 32, 16, num_global_key_value_heads=4),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
     "smollm3-3b": _smollm3(2048, 11008, 36, 16, 4, 128256, 65536, rope_theta=5000000.0),

@@ -37,7 +37,8 @@ def test_every_tensor_matters(golden, logits_of):
     for i, (path, leaf) in enumerate(leaves):
         name = jax.tree_util.keystr(path)
         values = [value for _, value in leaves]
-        values[i] = np.roll(leaf, 1, -1)  # a norm would undo a factor
+        # A norm would undo a factor, but not a sign.
+        values[i] = np.roll(leaf, 1, -1) if leaf.shape[-1] > 1 else -leaf
         error = relative_error(
             logits_of(checkpoint.module, jax.tree.unflatten(tree, values), tokens), expected
         )
@@ -76,6 +77,13 @@ def test_a_wrong_setting_is_caught(golden, logits_of):
     for name in ("embedding_multiplier", "residual_multiplier", "logits_divisor"):
         if getattr(config, name) != 1:
             wrong.append((dataclasses.replace(config, **{name: 1.0}), checkpoint.params))
+    for name in ("value_norm", "layer_scalars"):
+        if getattr(config, name):
+            wrong.append((dataclasses.replace(config, **{name: False}), checkpoint.params))
+    if config.rope is not None and config.rope.kind == "proportional":
+        for other in ({"kind": "default"}, {"partial_rotary_factor": 1.0}):
+            rope = dataclasses.replace(config.rope, **other)
+            wrong.append((dataclasses.replace(config, positions=rope), checkpoint.params))
     if config.unrotated_layers:
         for layers in ((), tuple(range(config.num_layers))):
             other = dataclasses.replace(config, unrotated_layers=layers)

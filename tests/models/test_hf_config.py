@@ -107,6 +107,7 @@ def test_every_preset_survives_config_json(name):
         PHI3,
         family_config("gemma2", sliding_window=16, query_pre_attn_scalar=144, head_dim=8),
         family_config("gemma3_text", sliding_window=16, final_logit_softcapping=30.0),
+        family_config("gemma4_text", sliding_window=16, hidden_size_per_layer_input=0),
         family_config("smollm3", no_rope_layers=[0, 1, 1, 0]),
         family_config("olmo2", attention_bias=True),
         family_config("olmo3", sliding_window=16, rope_theta=100.0),
@@ -385,7 +386,6 @@ def test_two_spellings_that_disagree_are_an_error():
     "raw, message",
     [
         ({**LLAMA, "model_type": "gemma"}, "model_type='gemma' is not supported: it must be one"),
-        ({**LLAMA, "model_type": "gemma4_text"}, "is not supported: its layers without a window"),
         (
             family_config("granite", logits_scaling=0),
             "logits_scaling=0: it must be a finite number",
@@ -531,6 +531,7 @@ def test_aliases_are_read_as_the_keys_that_they_stand_for(ignored):
 NO_KEYS = {
     *("_is_quantized", "get_text_config"),
     *("image_token_id", "mm_tokens_per_image", "text_config", "video_token_id", "vision_config"),
+    *("audio_config", "audio_token_id"),
 }
 
 
@@ -541,6 +542,7 @@ def declared(family):
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     config = CONFIG_MAPPING[family]
+    fields = {field.name for field in dataclasses.fields(config)}
     shared = pathlib.Path(transformers.__file__).parent
     sources = [shared / "cache_utils.py", shared / "masking_utils.py"]
     sources += pathlib.Path(inspect.getfile(config)).parent.glob("modeling_*.py")
@@ -549,10 +551,9 @@ def declared(family):
         for source in sources
         for key in re.findall(r'\bconfig(?:\.|, ")(\w+)', source.read_text(encoding="utf-8"))
     }
-    fields = {field.name for field in dataclasses.fields(config)}
     others = vars(inspect.getmodule(config)).items()
-    of_images = [x for name, x in others if name.endswith("VisionConfig")]
-    read -= {field.name for x in of_images for field in dataclasses.fields(x)}
+    encoders = [x for name, x in others if name.endswith(("VisionConfig", "AudioConfig"))]
+    read -= {field.name for x in encoders for field in dataclasses.fields(x)} - fields
     members = {name: inspect.getattr_static(config, name) for name in dir(config)}
     computed = {n for n, x in members.items() if isinstance(x, property) and x.fset is None}
     return (fields | set(config.attribute_map) | read) - computed - NO_KEYS

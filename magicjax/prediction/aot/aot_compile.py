@@ -143,8 +143,9 @@ def _backend(load: AotWorkload, request: Request) -> str:
       ValueError: the device or a model does not support the one that the workload names.
     """
     sizes = [
-        (model.dtype, model.config.kv_head_dim)
+        (model.dtype, size)
         for model in (request.target, *placement.models_of(request.drafter))
+        for size in model.kv_head_dims
     ]
     if load.backend is None:
         best = {targets.best_backend(load.device, *each) for each in sizes}

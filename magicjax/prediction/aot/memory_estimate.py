@@ -117,18 +117,13 @@ def _activations(model: Model, request: Request, tokens: int, logits: int) -> in
     item = model.dtype.itemsize
     hidden = c.hidden_size * (4 * item + FLOAT32)
     mlp = item * 3 * c.intermediate_size // split.shards
-    attention = (2 * item + 2 * FLOAT32) * c.num_heads * c.kv_head_dim // split.shards
+    largest = model.kv_head_dims[-1]
+    attention = (2 * item + 2 * FLOAT32) * c.num_heads * largest // split.shards
     if request.settings.backend == "xla":
         slots = min(BLOCK, request.settings.capacity)
         attention += SCORES * FLOAT32 * slots * c.num_heads // split.shards
-    new = (
-        2
-        * item
-        * (c.num_layers - sum(c.linear))
-        * c.num_kv_heads
-        * c.kv_head_dim
-        // split.kv_shards
-    )
+    layers = [layer for layer in range(c.num_layers) if not c.linear[layer]]
+    new = sum(model.slot_bytes(layer) for layer in layers) // split.kv_shards
     if model.layout.stages > 1:  # of a stage, for all rows and one more micro-batch
         parts = model.layout.micro_batches
         new = new * (parts + 1) // (parts * model.layout.stages)

@@ -45,6 +45,7 @@ class Sizes:
         counts; 0: no mixture.
       kv_bits: bits per element of the cache; None: `itemsize` counts.
       joint_norms: whether layers have norms over all heads, which devices sum.
+      full_layers, full_kv_heads, full_head_dim: the layers with other heads, and those (Gemma 4).
       state_layers, state_bytes: the number of layers that have a state in place of keys and values,
         and the bytes of a row's states in all of them.
     """
@@ -71,6 +72,9 @@ class Sizes:
     experts_per_token: int = 0
     kv_bits: int | None = None
     joint_norms: bool = False
+    full_layers: int = 0
+    full_kv_heads: int = 0
+    full_head_dim: int = 0
     state_layers: int = 0
     state_bytes: int = 0
 
@@ -88,7 +92,9 @@ class Sizes:
         norms = "-joint-norms" * self.joint_norms
         states = f"-states-{self.state_layers}-{self.state_bytes}" * bool(self.state_layers)
         streamed = "-streamed" * self.streamed
-        rest = quantized, windows, mixture, cache, norms, states, streamed
+        full = f"-full-{self.full_layers}-{self.full_kv_heads}-{self.full_head_dim}"
+        full *= bool(self.full_layers)
+        rest = quantized, windows, mixture, cache, norms, full, states, streamed
         return "-".join(map(str, numbers)) + "".join(rest)
 
     def with_layers(self, count: int) -> "Sizes":
@@ -100,14 +106,38 @@ class Sizes:
             mlp=self.mlp * count // self.num_layers,
             small=self.small * count // self.num_layers,
             windowed_layers=self.windowed_layers * count // self.num_layers,
+            full_layers=self.full_layers * count // self.num_layers,
             state_layers=self.state_layers * count // self.num_layers,
             state_bytes=self.state_bytes * count // self.num_layers,
         )
 
     def slots_per_layer(self, slots: float) -> float:
-        """Returns the mean over layers with slots of those that see a text of `slots` tokens."""
-        saved = max(0, slots - self.window) * self.windowed_layers
-        return slots - saved / max(1, self.slot_layers)
+        """Returns the mean over layers with slots of those that see a text of `slots` tokens.
+
+        Layers count by the elements of a key.
+        """
+        windowed = self.windowed_layers * self.num_kv_heads * self.head_dim
+        return slots - max(0, slots - self.window) * windowed / max(1, self.key_elements)
+
+    @property
+    def kv_heads(self) -> int:
+        """The number of KV heads of all layers."""
+        others = self.slot_layers - self.full_layers
+        return others * self.num_kv_heads + self.full_layers * self.full_kv_heads
+
+    @property
+    def key_elements(self) -> int:
+        """The elements of a token's keys in all layers."""
+        others = self.slot_layers - self.full_layers
+        full = self.full_layers * self.full_kv_heads * self.full_head_dim
+        return others * self.num_kv_heads * self.head_dim + full
+
+    def score_products(self, slots: float, nodes: int) -> float:
+        """Returns the products of a new token's queries with keys, in all layers."""
+        others = self.slot_layers - self.full_layers
+        width = others * self.head_dim + self.full_layers * self.full_head_dim
+        saved = max(0, slots - self.window) * self.windowed_layers * self.head_dim
+        return self.num_heads * (width * (slots + nodes) - saved)
 
     @property
     def slot_layers(self) -> int:
@@ -154,8 +184,9 @@ class Sizes:
 
         None: elements have the model's dtype.
         """
-        vector = self.head_dim * self.itemsize if bits is None else self.head_dim * bits / 8 + 4
-        return 2 * self.slot_layers * self.num_kv_heads * vector
+        if bits is None:
+            return 2 * self.key_elements * self.itemsize
+        return 2 * (self.key_elements * bits / 8 + 4 * self.kv_heads)
 
 
 @functools.lru_cache(maxsize=64)
@@ -197,6 +228,9 @@ def sizes_of(
             matrix_bytes += array_bytes(leaf.shape, leaf.dtype)
         else:
             counted["small"] += leaf.size
+    layers = [config.of_layer(layer) for layer in range(config.num_layers)]
+    heads = config.num_kv_heads, config.kv_head_dim
+    other = [layer for layer in layers if (layer.num_kv_heads, layer.kv_head_dim) != heads]
     return Sizes(
         name=name,
         num_layers=config.num_layers,
@@ -217,6 +251,9 @@ def sizes_of(
         experts_per_token=config.experts_per_token,
         kv_bits=kv_bits,
         joint_norms=getattr(config, "joint_qk_norm", False),
+        full_layers=len(other),
+        full_kv_heads=other[0].num_kv_heads if other else 0,
+        full_head_dim=other[0].kv_head_dim if other else 0,
         state_layers=sum(config.linear),
         state_bytes=config.state_bytes(module.dtype.itemsize),
         **counted,
@@ -279,13 +316,13 @@ def pass_parts(
     padded = rows * machine.device.tile * -(-nodes // machine.device.tile)
     per_slot = sizes.kv_bytes if slot_bytes is None else slot_bytes
     new_kv = tokens * sizes.kv_bytes  # written
+    scores = sizes.score_products(slots, nodes)
     slots = sizes.slots_per_layer(slots)
 
     def linear(elements: float, itemsize: float, small: int = 0, used: float | None = None) -> Work:
         moved = itemsize * elements + sizes.itemsize * small
         return Work(bytes=moved / g, flops=2 * (elements if used is None else used) * padded / g)
 
-    scores = sizes.slot_layers * sizes.num_heads * sizes.head_dim * (slots + nodes)
     hidden = tokens * sizes.hidden_size * sizes.itemsize
     messages = 2 * sizes.num_layers if g > 1 else 0
     of_norms = messages * sizes.joint_norms  # of a number for each token

@@ -276,6 +276,7 @@ QUICK = [
     Case(QUEST, WIDE, "kv_dtype=int8"),
     Case(SELF, WIDE, "olmo-3", accepts=0.02),
     Case(NEAR, IRREGULAR, "qwen3-next", accepts=0.02),  # the draft model has states too
+    Case(SELF, WIDE, "gemma-4", accepts=0.02),  # heads of two sizes
     Case("self:streaming:64", CHAIN, "qwen3.5", accepts=0.99),
     Case(REFRESHED, CHAIN, "mixed", layout="engine"),
     Case(RING, CHAIN, "windowed", accepts=0.999),  # windows within the budget: as in the target
@@ -334,7 +335,7 @@ SLOW = [
     *cases([ENSEMBLE, f"small:other + {LOOKUP}"], ["chain:2"], HYBRID),
     *cases(["self:snapkv:24:refresh_every=2"], [CHAIN], PINNING, accepts=0.02),
     *cases(["self:tova:24"], [WIDE], PINNING, accepts=0.02),
-    *cases([SELF], [WIDE], WITHOUT_STATES, layout="offloaded"),
+    *cases([SELF], [WIDE], family_cases.ALIKE, layout="offloaded"),
     # A wrong window of the draft would lower the acceptance rate.
     *cases([RING], [WIDE], RINGS, accepts=0.3),
     *cases(["full:weights=int8"], [CHAIN], RINGS, accepts=0.3),

@@ -23,7 +23,7 @@ from tests.fuzz import checks
 from tests.magicjax import keywords, recomputation, tiny
 from tests.quick import quick
 
-KINDS = ("mixed", "windowed")
+KINDS = ("mixed", "windowed", "heads")
 NEW, WIDTH, WINDOW = 48, 512, 20
 LENGTHS = (370, 230, 64, 3)  # the first text passes 384, where its rings of 192 slots wrap
 OPTIONS = dict(max_tokens=NEW, eos_token_id=[])
@@ -31,14 +31,16 @@ OPTIONS = dict(max_tokens=NEW, eos_token_id=[])
 
 @functools.cache
 def model(kind: str = "mixed", noise: float = 0.0) -> magicjax.Model:
-    """Returns a model: `mixed` has layers with and without windows, `windowed` no others."""
-    full = (1,) if kind == "mixed" else ()
+    """Returns a model: `windowed` has windows in all layers, `heads` other heads without one."""
+    full = () if kind == "windowed" else (1,)
+    heads = dict(full_head_dim=16, full_kv_heads=1, values_are_keys=True, value_norm=True)
     config = tiny.config(
         max_positions=1024,
         sliding_window=WINDOW,
         full_layers=full,
         window_positions=models.Rope(theta=300.0),
         attention_sinks=kind == "mixed",
+        **heads if kind == "heads" else {},
     )
     params = tiny.loud(tiny.drawn(config, 1), np.random.default_rng(7), noise)
     return magicjax.Model(models.build(config), tiny.put(params))
@@ -91,7 +93,7 @@ def test_bytes_of_rings(kind):
     rings = sum(window is not None for window in target.windows)
     slots = rings * layer_slots(WINDOW, capacity) + (2 - rings) * capacity
     assert layer_slots(WINDOW, capacity) == 192 > WINDOW + RING_SPARE - 64
-    assert counted == 2 * slots * 2 * 8 * 4
+    assert counted == 2 * slots * 2 * 8 * 4  # also of one head of 16
     full = full_cache.empty(target, 1, capacity)
     assert sum(x.nbytes for x in (*full.k, *full.v)) == counted
 

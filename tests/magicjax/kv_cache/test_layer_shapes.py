@@ -1,0 +1,88 @@
+"""Caches of models whose layers have heads of several sizes and numbers (Gemma 4)."""
+
+import jax
+import numpy as np
+import pytest
+
+import magicjax
+import models
+from magicjax import placement
+from magicjax.decoding.decoder import Decoder
+from magicjax.kv_cache import full_cache
+from magicjax.parallel import offloading
+from magicjax.prediction.cost_model.work import sizes_of
+from sharding import abstract_mesh
+from tests.magicjax import family_cases, keywords, tiny
+from tests.magicjax.kv_cache.test_loop_caches import (
+    check_cache,
+    check_draft_cache,
+    prompts_around_the_budget,
+)
+from tests.quick import quick
+
+OPTIONS = dict(max_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
+SELF = magicjax.SelfSpeculation("snapkv", budget=12)
+KIND = "gemma-4"
+
+
+def target(bits: int | None = None) -> magicjax.Model:
+    model = family_cases.model(KIND, tiny.VOCAB)
+    return magicjax.Model(model.module, model.params, kv_bits=bits)
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_the_bytes_of_caches_are_counted_by_layer(bits):
+    request = keywords.prepare(target(bits), tiny.prompts(3), drafter=SELF, **OPTIONS)
+    cache = full_cache.empty(target(bits), 3, request.settings.capacity)
+    shapes = {k.shape[1::2] for k in cache.k}
+    assert shapes == {(2, 8), (1, 16)}
+    counted, of_draft = request.kv_bytes
+    assert counted == sum(x.nbytes for x in jax.tree.leaves((cache.k, cache.v)))
+    draft = Decoder(request).state_shapes().drafter
+    entries = [x for x in jax.tree.leaves(draft) if x.ndim == 4 and x.shape[-1] in (8, 16)]
+    assert of_draft == sum(x.size * x.dtype.itemsize for x in entries)
+
+
+@pytest.mark.parametrize("bits", quick([None, 8], None))
+def test_after_every_round_caches_equal_a_fresh_prefill(bits):
+    model, prompts = target(bits), prompts_around_the_budget()
+    request = keywords.prepare(
+        model, prompts, drafter=SELF, tree=tiny.TREES["irregular"], **OPTIONS
+    )
+    state, rounds = Decoder(request).start(), 0
+    while not np.asarray(state.ended).all():
+        state = Decoder(request).decode(state, 1)
+        rounds += 1
+        if rounds % 4:
+            continue
+        seen = jax.tree.map(np.array, state.replace(rows=state.rows.replace(sampling=None)))
+        texts = [
+            np.concatenate([prompt, output[:emitted]])
+            for prompt, output, emitted in zip(prompts, seen.output, seen.emitted, strict=True)
+        ]
+        check_cache(seen.cache, model, texts, seen.cache.lengths, 1e-5)
+        check_draft_cache(seen.drafter.cache, seen.cache)
+    assert rounds < tiny.NEW
+
+
+def test_the_cost_model_counts_the_heads_of_each_layer():
+    config = models.preset("gemma-4-31b")
+    sizes = sizes_of(config)
+    entry = 50 * 16 * 256 + 10 * 4 * 512
+    assert sizes.kv_bytes == 2 * 2 * entry
+    text = 100_000
+    read = 50 * 16 * 256 * 1024 + 10 * 4 * 512 * text
+    assert sizes.slots_per_layer(text) * sizes.kv_bytes == pytest.approx(2 * 2 * read)
+    products = 32 * (50 * 256 * 1024 + 10 * 512 * text)
+    assert sizes.score_products(text, 0) == products
+    whole = magicjax.Model(models.build(config, "bfloat16"), None)
+    assert whole.kv_bytes(1, 131072) == 2 * 2 * (50 * 16 * 256 * 1152 + 10 * 4 * 512 * 131072)
+
+
+def test_what_needs_equal_layers_is_an_error():
+    config = models.preset("gemma-4-31b")
+    with pytest.raises(ValueError, match="offload with layers of two shapes"):
+        offloading.check_layers(config)
+    with pytest.raises(ValueError, match="model=8 does not divide the 4 KV heads of the layers"):
+        placement.split_of(config, None, abstract_mesh(model=8))
+    assert placement.split_of(config, None, abstract_mesh(model=4)).kv_shards == 4
