@@ -110,10 +110,22 @@ class Model:
         return getattr(config, "linear", (False,) * config.num_layers)
 
     @property
+    def kv_sources(self) -> tuple[int | None, ...]:
+        """The layer whose keys and values each layer reads; None: its own."""
+        config = self.config
+        return getattr(config, "kv_sources", (None,) * config.num_layers)
+
+    @property
+    def has_slots(self) -> tuple[bool, ...]:
+        """Whether each layer has keys and values of its own in a cache."""
+        layers = zip(self.linear, self.kv_sources, strict=True)
+        return tuple(not linear and source is None for linear, source in layers)
+
+    @property
     def pinnable(self) -> tuple[bool, ...]:
         """Whether a policy chooses entries of each layer, which sees the whole text in slots."""
-        layers = zip(self.windows, self.linear, strict=True)
-        return tuple(window is None and not linear for window, linear in layers)
+        layers = zip(self.windows, self.has_slots, strict=True)
+        return tuple(window is None and has_slots for window, has_slots in layers)
 
     @property
     def state_bytes(self) -> int:
@@ -125,11 +137,10 @@ class Model:
 
         Layers with a sliding window have fewer slots than `slots` (`layer_slots`).
         """
-        layers = enumerate(zip(self.windows, self.linear, strict=True))
         entries = sum(
             layer_slots(window, slots) * self.slot_bytes(layer, self.kv_bits)
-            for layer, (window, linear) in layers
-            if not linear
+            for layer, window in enumerate(self.windows)
+            if self.has_slots[layer]
         )
         return batch * (entries + self.state_bytes)
 

@@ -76,8 +76,9 @@ def _block_shapes(module: nn.Module, layer: int) -> dict[str, Any]:
 def _init_block(module: nn.Module, key: jax.Array, layer: int = 0) -> dict[str, Any]:
     x = jnp.zeros((1, 1, module.config.hidden_size), module.dtype)
     positions = jnp.zeros((1, 1), jnp.int32)
-    block = layer_module(module, layer)
-    return block.init(key, x, positions, _no_attention, 0)["params"]
+    block, size = layer_module(module, layer), module.config.layer_input_size
+    own_input = None if size is None else jnp.zeros((1, 1, size), module.dtype)
+    return block.init(key, x, positions, _no_attention, 0, own_input)["params"]
 
 
 def init_blocks(module: nn.Module, seed: int = 0) -> Iterator[dict[str, Any]]:

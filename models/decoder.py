@@ -14,6 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import Partial
 from jaxtyping import Array, Float, Int
 
 from models import experts
@@ -151,6 +152,12 @@ class DecoderConfig:
       window_positions: the rotary settings of the windowed layers; None: those of `positions`.
       unrotated_layers: the layers without positions, in order, of a model with rotary ones
         (SmolLM3).
+      shared_kv_layers: the number of last layers that have no keys and values: they attend to those
+        of the last earlier layer with a window, or without one, as theirs (Gemma 4).
+      double_shared_mlp: the MLPs of those layers have a width of 2 F.
+      layer_input_size: P, the width of an embedding of its own that each layer reads besides, gated
+        by its output (Gemma 4); None: there are none.
+      input_layers: the number of layers in the table of those embeddings; None: all.
       layer_scalars: the output of each layer is multiplied by a parameter (Gemma 4).
       linear_layers: the layers that are gated delta nets, in order; the others are attention.
       delta_net: the shapes of those layers; None: there are none.
@@ -211,6 +218,10 @@ class DecoderConfig:
     full_kv_heads: int | None = None
     window_positions: Rope | None = None
     unrotated_layers: tuple[int, ...] = ()
+    shared_kv_layers: int = 0
+    double_shared_mlp: bool = False
+    layer_input_size: int | None = None
+    input_layers: int | None = None
     layer_scalars: bool = False
     linear_layers: tuple[int, ...] = ()
     delta_net: DeltaNetShape | None = None
@@ -220,6 +231,8 @@ class DecoderConfig:
     def __post_init__(self):
         if self.embedding_size == self.hidden_size:
             object.__setattr__(self, "embedding_size", None)
+        if self.layer_input_size == 0:
+            object.__setattr__(self, "layer_input_size", None)
         for name, known in (("norm", NORMS), ("activation", ACTIVATIONS)):
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"{name}={value!r} is not supported: use {' or '.join(known)}")
@@ -237,6 +250,7 @@ class DecoderConfig:
             self._check_rotation(self.window_positions, "head_dim")
         self._check_windows()
         self._check_linear_layers()
+        self._check_shared_layers()
         if not 1 <= self.experts_per_token <= (self.num_experts or 0) and (
             self.num_experts is not None or self.experts_per_token
         ):
@@ -335,12 +349,45 @@ class DecoderConfig:
                 f"shared_expert_size={self.shared_expert_size} without num_experts: omit it"
             )
 
+    def _check_shared_layers(self) -> None:
+        if not 0 <= self.shared_kv_layers < self.num_layers:
+            raise ValueError(
+                f"shared_kv_layers={self.shared_kv_layers}: it must be from 0 to "
+                f"{self.num_layers - 1}, less than num_layers"
+            )
+        first = self.num_layers - self.shared_kv_layers
+        if missing := {*self.slides[first:]} - {*self.slides[:first]}:
+            kind = "with" if missing.pop() else "without"
+            raise ValueError(
+                f"shared_kv_layers={self.shared_kv_layers}: none of the first {first} layers is "
+                f"one {kind} a window, whose keys and values later layers could read"
+            )
+        others = {
+            "linear_layers": self.linear_layers,
+            "joint_qk_norm": self.joint_qk_norm,
+            "clip_qkv": self.clip_qkv,
+            "ALiBi": isinstance(self.positions, Alibi),
+        }
+        if self.shared_kv_layers and any(others.values()):
+            names = " and ".join(name for name, value in others.items() if value)
+            raise ValueError(
+                f"shared_kv_layers={self.shared_kv_layers} with {names} is not supported: omit "
+                "one of them"
+            )
+
     def of_layer(self, layer: int) -> "DecoderConfig":
         """Returns the config of a block, of which `head_dim` and the like are those of this layer.
 
         Layers of a kind have equal ones.
         """
-        return _of_kind(self, self.slides[layer])
+        return _of_kind(self, self.slides[layer], self.kv_sources[layer] is not None)
+
+    @property
+    def kv_sources(self) -> tuple[int | None, ...]:
+        """The layer whose keys and values each layer reads; None: its own."""
+        first, slides = self.num_layers - self.shared_kv_layers, self.slides
+        last = {kind: layer for layer, kind in enumerate(slides[:first])}
+        return tuple(None if i < first else last[kind] for i, kind in enumerate(slides))
 
     @property
     def linear(self) -> tuple[bool, ...]:
@@ -466,6 +513,8 @@ class DecoderConfig:
             ]
             has_values = not all(kind.values_are_keys for kind in kinds)
             names = (*"qk", *"v" * has_values, *("gate",) * self.attention_gate)
+            if layer is not None and self.kv_sources[layer] is not None:
+                names = tuple(name for name in names if name not in ("k", "v"))
             inputs |= {f"attention/{name}": width for name in names}
             head_dim = math.gcd(*(kind.head_dim for kind in kinds))
             inputs["attention/out"] = self.num_heads * head_dim // shards
@@ -474,7 +523,8 @@ class DecoderConfig:
             inputs["delta_net/out"] = shape.value_heads * shape.value_dim
         inputs |= {f"mlp/{name}": width for name in up}
         parts = shards if self.num_experts is None else 1  # experts are divided, not their widths
-        inputs["mlp/down"] = self.intermediate_size // parts
+        unit = self.intermediate_size if layer is None else self.of_layer(layer).intermediate_size
+        inputs["mlp/down"] = unit // parts
         if self.shared_expert_size is not None:
             inputs |= {f"mlp/shared/{name}": width for name in up}
             inputs["mlp/shared/down"] = self.shared_expert_size // shards
@@ -491,9 +541,15 @@ class DecoderConfig:
 
 
 @functools.lru_cache(maxsize=64)
-def _of_kind(config: DecoderConfig, slides: bool) -> DecoderConfig:
-    """Returns the config of layers with a window, or of those without one."""
+def _of_kind(config: DecoderConfig, slides: bool, shares: bool) -> DecoderConfig:
+    """Returns the config of layers with a window, or of those without one.
+
+    With `shares` they read the keys and values of another layer.
+    """
     c = config
+    if c.double_shared_mlp:
+        width = c.intermediate_size * (2 if shares else 1)
+        c = dataclasses.replace(c, intermediate_size=width, double_shared_mlp=False)
     if (c.full_head_dim, c.full_kv_heads, c.values_are_keys) == (None, None, False):
         return c
     plain = dataclasses.replace(c, full_head_dim=None, full_kv_heads=None)
@@ -519,6 +575,11 @@ def of_layers(module: nn.Module, layers: Sequence[int]) -> nn.Module:
         changes["full_layers"] = tuple(i for i, layer in enumerate(layers) if layer in full)
     if unrotated := getattr(module.config, "unrotated_layers", ()):
         changes["unrotated_layers"] = tuple(i for i, x in enumerate(layers) if x in unrotated)
+    if getattr(module.config, "shared_kv_layers", 0):
+        sources = module.config.kv_sources
+        changes["shared_kv_layers"] = sum(sources[layer] is not None for layer in layers)
+    if getattr(module.config, "layer_input_size", None):
+        changes["input_layers"] = module.config.input_layers or module.config.num_layers
     module = module.clone(config=dataclasses.replace(module.config, **changes))
     formats = formats_of(module)
     return module.clone(weights=formats.of_layers(layers)) if formats else module
@@ -529,14 +590,30 @@ def formats_of(module: nn.Module) -> MatrixFormats:
     return getattr(module, "weights", MatrixFormats())
 
 
+def keep_entries(attend: LayerAttend, q: Array, k: Array, v: Array, **options: Any) -> Any:
+    """Returns the results of `attend`, and with its auxiliary output the keys and values."""
+    out, aux = attend(q, k, v, **options)
+    return out, (aux, (k, v))
+
+
+def share_entries(attend: LayerAttend, entries: tuple, q: Array, k, v, **options: Any) -> Any:
+    """Returns the results of `attend` with another layer's keys and values."""
+    del k, v  # the layer has none
+    return attend(q, *entries, **options)
+
+
 class Attention(nn.Module):
-    """Projections and positions of q, k, v, `attend`, and the output projection."""
+    """Projections and positions of q, k, v, `attend`, and the output projection.
+
+    With `shares` it has no keys and values: `attend` has those of another layer.
+    """
 
     config: DecoderConfig
     dtype: Any
     split: Split = Split()
     weights: MatrixFormats = MatrixFormats()
     backend: str | None = None
+    shares: bool = False
 
     @nn.compact
     def __call__(self, x, positions, attend: LayerAttend, rotation: Int[Array, ""] | int):
@@ -551,23 +628,27 @@ class Attention(nn.Module):
             return Projection(inputs, outputs, use_bias, name=name, **options)
 
         gated = [projection(embed, heads, c.qkv_bias, "gate")] * c.attention_gate
-        valued = [projection(embed, kv_heads, c.qkv_bias, "v")] * (not c.values_are_keys)
-        q, k, *others = project(
+        names = "" if self.shares else "k" if c.values_are_keys else "kv"
+        q, *others = project(
             x,
             projection(embed, heads, c.qkv_bias, "q"),
-            projection(embed, kv_heads, c.qkv_bias, "k"),
-            *valued,
+            *(projection(embed, kv_heads, c.qkv_bias, name) for name in names),
             *gated,
         )
-        v, *gate = others if valued else (k, *others)
+        (k, v), gate = {
+            "": ((None, None), others),
+            "k": ((*others[:1], *others[:1]), others[1:]),
+            "kv": (others[:2], others[2:]),
+        }[names]
         if c.joint_qk_norm:
             q = self._norm_of_all_heads("q_norm", q, HEADS, self.split.axes)
             k = self._norm_of_all_heads("k_norm", k, KV_HEADS, self.split.kv_axes)
         elif c.qk_norm:
             settings = c.head_dim, c.norm_eps, self.dtype, HEAD_DIM, self.backend
             norm = NORMS[c.norm]
-            q, k = norm(*settings, name="q_norm")(q), norm(*settings, name="k_norm")(k)
-        if c.value_norm:
+            q = norm(*settings, name="q_norm")(q)
+            k = k if self.shares else norm(*settings, name="k_norm")(k)
+        if c.value_norm and not self.shares:
             settings = c.head_dim, c.norm_eps, self.dtype, HEAD_DIM, self.backend
             v = RMSNorm(*settings, use_scale=False, name="v_norm")(v)
         if c.clip_qkv is not None:
@@ -575,7 +656,8 @@ class Attention(nn.Module):
         is_unrotated = isinstance(rotation, int) and rotation == UNROTATED
         if isinstance(c.positions, Rope) and not is_unrotated:
             turn = c.frequencies(rotation)
-            q, k = rotate_by(q, positions, *turn), rotate_by(k, positions, *turn)
+            q = rotate_by(q, positions, *turn)
+            k = k if self.shares else rotate_by(k, positions, *turn)
         if isinstance(c.positions, Alibi):
             slopes = local_slopes(c.num_heads, self.split)
             q, k, v = add_biases(q, k, v, positions, slopes, c.positions)
@@ -668,8 +750,9 @@ class MixtureOfExperts(nn.Module):
 class Block(nn.Module):
     """One layer; a separate module, so that it can be applied to any layer's weights.
 
-    Its arguments are the hidden states, the positions, the attention of this layer, and the layer's
-    rotation (`DecoderConfig.rotations`). With `linear` it is a gated delta net.
+    Its arguments are the hidden states, the positions, the attention of this layer, the layer's
+    rotation (`DecoderConfig.rotations`), and its own input [B,T,P] (`layer_input_size`). With
+    `linear` it is a gated delta net. With `shares` it has no keys and values.
     """
 
     config: DecoderConfig
@@ -678,9 +761,12 @@ class Block(nn.Module):
     weights: MatrixFormats = MatrixFormats()
     backend: str | None = None
     linear: bool = False
+    shares: bool = False
 
     @nn.compact
-    def __call__(self, x, positions, attend: LayerAttend, rotation: Int[Array, ""] | int):
+    def __call__(
+        self, x, positions, attend: LayerAttend, rotation: Int[Array, ""] | int, own_input=None
+    ):
         c = self.config
 
         def norm(name):
@@ -694,7 +780,8 @@ class Block(nn.Module):
 
         def mixer() -> Callable[..., tuple[Array, Any]]:
             if not self.linear:
-                return part(Attention, "attention")
+                own = c, self.dtype, self.split, self.weights.within("attention"), self.backend
+                return Attention(*own, self.shares, name="attention")
             weights = self.weights.within("delta_net")
             delta_net = GatedDeltaNet(c, self.dtype, weights, self.backend, name="delta_net")
             return lambda x, positions, attend, rotation: delta_net(x, attend)
@@ -718,6 +805,14 @@ class Block(nn.Module):
         x = x + weighted(out, "attention_output_norm")
         out = mlp(norm("mlp_norm")(x) if c.norm_before else x)
         x = x + weighted(out, "mlp_output_norm")
+        if c.layer_input_size is not None:
+            embed, inner = ((c.hidden_size, EMBED),), ((c.layer_input_size, None),)
+            options: Any = dict(use_bias=False, dtype=self.dtype, backend=self.backend)
+            gate = ACTIVATIONS[c.activation](
+                Projection(embed, inner, name="input_gate", **options)(x)
+            )
+            out = Projection(inner, embed, name="input_projection", **options)(gate * own_input)
+            x = x + norm("input_norm")(out)
         if c.layer_scalars:
             ones = nn.with_logical_partitioning(nn.initializers.ones, (None,))
             x = x * self.param("scalar", ones, (1,), self.dtype)
@@ -732,7 +827,8 @@ def layer_module(module: nn.Module, layer: int = 0) -> Block:
     weights = module.weights.within(f"{BLOCK}{layer}")
     linear = module.config.linear[layer]
     config = module.config.of_layer(layer)
-    own = config, module.dtype, module.split, weights, module.backend, linear
+    shares = module.config.kv_sources[layer] is not None
+    own = config, module.dtype, module.split, weights, module.backend, linear, shares
     return Block(*own, parent=None)
 
 
@@ -753,12 +849,13 @@ def apply_block(
     positions: Int[Array, "B T"],
     attend: LayerAttend,
     rotation: int,
+    own_input: Float[Array, "B T P"] | None = None,
 ) -> tuple[Float[Array, "B T E"], Any]:
     """Returns the output of a layer with these parameters, and `attend`'s auxiliary output.
 
     JAX traces and lowers layers with equal modules and shapes once. XLA inlines the calls.
     """
-    return block.apply({"params": params}, x, positions, attend, rotation)
+    return block.apply({"params": params}, x, positions, attend, rotation, own_input)
 
 
 class Transformer(nn.Module):
@@ -797,6 +894,15 @@ class Transformer(nn.Module):
             rows = nn.with_logical_partitioning(normal, (None, EMBED))
             table = (c.max_positions + c.positions.offset, c.hidden_size)
             self.position_embedding = self.param("position_embedding", rows, table, self.dtype)
+        if c.layer_input_size is not None:
+            size, layers = c.layer_input_size, c.input_layers or c.num_layers
+            table = (c.vocab_size // self.split.shards, layers * size)
+            rows = nn.with_logical_partitioning(normal, (VOCAB, None))
+            self.layer_embedding = self.param("layer_embedding", rows, table, self.dtype)
+            embed, inputs = ((c.hidden_size, EMBED),), ((layers, None), (size, None))
+            options: Any = dict(dtype=self.dtype, backend=self.backend)
+            self.layer_projection = Projection(embed, inputs, use_bias=False, **options)
+            self.layer_input_norm = NORMS[c.norm](size, c.norm_eps, self.dtype, None, self.backend)
         if c.embedding_size is not None:
             inner, outer = ((c.hidden_size, EMBED),), ((width, axis),)
             projection = functools.partial(
@@ -829,9 +935,17 @@ class Transformer(nn.Module):
             stands for the last layer's output.
         """
         x, aux, inputs = self.embed(tokens, positions), [], {}
-        for layer in range(self.config.num_layers):
-            inputs[layer] = x
-            x, layer_aux = self.block(x, positions, attend, layer)
+        own, sources, kept = self.layer_inputs(tokens, x), self.config.kv_sources, {}
+        for layer, source in enumerate(sources):
+            inputs[layer], attention = x, attend(layer)
+            if source is not None:
+                attention = Partial(share_entries, attention, kept[source])
+            elif layer in sources:
+                attention = Partial(keep_entries, attention)
+            own_input = None if own is None else own[:, :, layer]
+            x, layer_aux = self._run_block(x, positions, attention, layer, own_input)
+            if layer in sources:
+                layer_aux, kept[layer] = layer_aux
             aux.append(layer_aux)
         inputs[self.config.num_layers] = x
         if self.is_initializing():
@@ -862,11 +976,35 @@ class Transformer(nn.Module):
             x = x + jnp.take(self.position_embedding, rows, axis=0, mode="clip")
         return x
 
+    def layer_inputs(
+        self, tokens: Int[Array, "B T"], x: Float[Array, "B T E"]
+    ) -> Float[Array, "B T L P"] | None:
+        """Returns the own inputs of all layers, given the embeddings; None: they have none.
+
+        Each is the sum of an embedding of the token, and of a projection of x.
+        """
+        c = self.config
+        if c.layer_input_size is None:
+            return None
+        context = self.layer_projection(x)
+        context = self.layer_input_norm(scaled(context, c.hidden_size**-0.5))
+        own = embedding_lookup(self.layer_embedding, tokens, self.split)
+        own = own * jnp.asarray(c.layer_input_size**0.5, own.dtype)
+        return scaled(context + own.reshape(context.shape), 2**-0.5)
+
     def block(
         self, x: Float[Array, "B T E"], positions: Int[Array, "B T"], attend: Attend, layer: int
     ) -> tuple[Float[Array, "B T E"], Any]:
-        """Returns the output of one layer, and `attend`'s auxiliary output."""
-        arguments = x, positions, attend(layer), self.config.rotations[layer]
+        """Returns the output of one layer, and `attend`'s auxiliary output.
+
+        The model must have layers that read only x, their keys and their values.
+        """
+        return self._run_block(x, positions, attend(layer), layer, None)
+
+    def _run_block(
+        self, x: Array, positions: Array, attention: LayerAttend, layer: int, own_input: Any
+    ) -> tuple[Array, Any]:
+        arguments = x, positions, attention, self.config.rotations[layer], own_input
         if self.is_initializing():
             return self.layers[layer](*arguments)
         params = self.get_variable("params", f"{BLOCK}{layer}")

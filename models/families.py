@@ -164,6 +164,54 @@ _GEMMA_DEFAULTS = {
     "sliding_window": 4096,
     "tie_word_embeddings": True,
 }
+_GEMMA_4_NAMES = {
+    **_GEMMA_NAMES,
+    "layer_embedding": "model.embed_tokens_per_layer",
+    "layer_projection": "model.per_layer_model_projection",
+    "layer_input_norm": "model.per_layer_projection_norm",
+    "input_gate": "per_layer_input_gate",
+    "input_projection": "per_layer_projection",
+    "input_norm": "post_per_layer_input_norm",
+    "scalar": "layer_scalar",
+}
+_GEMMA_4_KEYS: dict[str, str | tuple[str, ...]] = {
+    **_GEMMA_KEYS,
+    "attention_k_eq_v": "values_are_keys",
+    "num_kv_shared_layers": "shared_kv_layers",
+    "use_double_wide_mlp": "double_shared_mlp",
+}
+_GEMMA_4_SETTINGS = {
+    "norm": "rms_wide",
+    "norm_after": True,
+    "qk_norm": True,
+    "value_norm": True,
+    "query_scale": 1.0,
+    "scale_embeddings": True,
+    "layer_scalars": True,
+}
+_GEMMA_4_PARTS = ("windowed_layers", "full_heads", "nested_ropes")
+_GEMMA_4_DEFAULTS = {
+    **_GEMMA_DEFAULTS,
+    "vocab_size": 262144,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 131072,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "global_head_dim": 512,
+    "attention_k_eq_v": False,
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": 1000000.0,
+            "partial_rotary_factor": 0.25,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+# Images, and only they, may be read in both directions.
+_GEMMA_4_FIXED = {"use_bidirectional_attention": (None, "vision", False)}
 # Settings of mixtures of experts in training.
 _TRAINING = ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise")
 _SILU = {"hidden_act": ("silu", "swish")}
@@ -260,6 +308,7 @@ TEXT_DECODERS: Mapping[str, str] = MappingProxyType(
     {
         "gemma3": "gemma3_text",
         "gemma4": "gemma4_text",
+        "gemma4_unified": "gemma4_unified_text",
         "qwen3_5": "qwen3_5_text",
         "qwen3_5_moe": "qwen3_5_moe_text",
     }
@@ -497,48 +546,31 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "gemma4_text": Family(
             "Gemma4ForCausalLM",
-            names={**_GEMMA_NAMES, "scalar": "layer_scalar"},
-            keys={**_GEMMA_KEYS, "attention_k_eq_v": "values_are_keys"},
-            settings={
-                "norm": "rms_wide",
-                "norm_after": True,
-                "qk_norm": True,
-                "value_norm": True,
-                "query_scale": 1.0,
-                "scale_embeddings": True,
-                "layer_scalars": True,
-            },
-            parts=("windowed_layers", "full_heads", "nested_ropes"),
+            names=_GEMMA_4_NAMES,
+            keys={**_GEMMA_4_KEYS, "hidden_size_per_layer_input": "layer_input_size"},
+            settings=_GEMMA_4_SETTINGS,
+            parts=(*_GEMMA_4_PARTS, "layer_inputs"),
             defaults={
-                **_GEMMA_DEFAULTS,
-                "vocab_size": 262144,
-                "num_attention_heads": 8,
-                "max_position_embeddings": 131072,
-                "sliding_window": 512,
-                "sliding_window_pattern": 6,
-                "global_head_dim": 512,
-                "attention_k_eq_v": False,
-                "rope_parameters": {
-                    "full_attention": {
-                        "rope_type": "proportional",
-                        "rope_theta": 1000000.0,
-                        "partial_rotary_factor": 0.25,
-                    },
-                    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-                },
+                **_GEMMA_4_DEFAULTS,
+                "hidden_size_per_layer_input": 256,
+                "vocab_size_per_layer_input": 262144,
             },
-            fixed={
-                # Images, and only they, may be read in both directions.
-                "use_bidirectional_attention": (None, "vision", False),
-                "hidden_size_per_layer_input": (0,),
-                "num_kv_shared_layers": (0,),
-                "use_double_wide_mlp": (False,),
-                "enable_moe_block": (False,),
+            fixed={**_GEMMA_4_FIXED, "enable_moe_block": (False,)},
+            ignored=("moe_intermediate_size", "num_experts", "top_k_experts"),
+            rope_kinds=("default", "proportional"),
+        ),
+        "gemma4_unified_text": Family(
+            "Gemma4UnifiedForCausalLM",
+            names=_GEMMA_4_NAMES,
+            keys=_GEMMA_4_KEYS,
+            settings=_GEMMA_4_SETTINGS,
+            parts=_GEMMA_4_PARTS,
+            defaults={
+                **_GEMMA_4_DEFAULTS,
+                "max_position_embeddings": 262144,
+                "sliding_window": 1024,
             },
-            ignored=(
-                *("vocab_size_per_layer_input", "moe_intermediate_size", "num_experts"),
-                "top_k_experts",
-            ),
+            fixed=_GEMMA_4_FIXED,
             rope_kinds=("default", "proportional"),
         ),
         "smollm3": Family(

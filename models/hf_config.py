@@ -155,6 +155,7 @@ KEY_TYPES: dict[str, type] = {
     **dict.fromkeys(("sliding_window_pattern", "_sliding_window_pattern"), int),
     **dict.fromkeys(("full_attention_interval", *DELTA_NET_KEYS), int),
     **dict.fromkeys(("global_head_dim", "num_global_key_value_heads"), int),
+    "vocab_size_per_layer_input": int,
     **dict.fromkeys(("use_sliding_window", "_remove_final_layer_norm", "multi_query"), bool),
     **dict.fromkeys(("alibi", "new_decoder_architecture", "parallel_attn"), bool),
     **dict.fromkeys(("layer_types", "no_rope_layers"), list),
@@ -639,6 +640,16 @@ def _read_full_heads(reader: _ConfigReader, settings: Settings) -> Settings:
     }
 
 
+def _read_layer_inputs(reader: _ConfigReader, settings: Settings) -> Settings:
+    """Checks the table of the layers' own inputs (Gemma 4)."""
+    rows, vocab = reader.get("vocab_size_per_layer_input"), settings["vocab_size"]
+    if settings.get("layer_input_size") and rows != vocab:
+        raise ValueError(
+            f"vocab_size_per_layer_input={rows} is not supported: it must be vocab_size={vocab}"
+        )
+    return {}
+
+
 def _read_nested_ropes(reader: _ConfigReader, settings: Settings) -> Settings:
     """Returns the rotary settings of each kind of layer, by its name (Gemma 4)."""
     ropes = _nested_ropes(reader, settings, reader.get("rope_parameters"), 10000.0)
@@ -712,6 +723,7 @@ READERS: dict[str, Callable[[_ConfigReader, Settings], Settings]] = {
     "windowed_layers": _read_windowed_layers,
     "full_heads": _read_full_heads,
     "nested_ropes": _read_nested_ropes,
+    "layer_inputs": _read_layer_inputs,
     "two_ropes": _read_two_ropes,
     "unrotated_layers": _read_unrotated_layers,
     "full_rope": _read_full_rope,

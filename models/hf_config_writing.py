@@ -113,6 +113,14 @@ def _write_full_heads(config: DecoderConfig) -> dict[str, Any]:
     return raw
 
 
+def _write_layer_inputs(config: DecoderConfig) -> dict[str, Any]:
+    # transformers takes no null
+    return {
+        "hidden_size_per_layer_input": config.layer_input_size or 0,
+        "vocab_size_per_layer_input": config.vocab_size,
+    }
+
+
 def _write_nested_ropes(config: DecoderConfig) -> dict[str, Any]:
     def settings(rope: Rope) -> dict[str, Any]:
         values = {name: getattr(rope, ROPE_KEYS[name]) for name in ROPE_READS[rope.kind]}
@@ -199,6 +207,7 @@ WRITERS: dict[str, Callable[[DecoderConfig], dict[str, Any]]] = {
     "windowed_layers": _write_alternating_window,
     "full_heads": _write_full_heads,
     "nested_ropes": _write_nested_ropes,
+    "layer_inputs": _write_layer_inputs,
     "two_ropes": _write_two_ropes,
     "unrotated_layers": _write_unrotated_layers,
     "full_rope": _write_full_rope,

@@ -28,7 +28,8 @@ IGNORED = re.compile(
     r"|(q|k|v|kv|prob|output)_scale)"
 )
 UNEMBEDDING = "lm_head.weight"
-UNQUANTIZED = {"router", "shared_gate", "b", "a"}  # matrices with one output for a head or expert
+# Matrices with one output for a head or expert, and those of a layer's own input.
+UNQUANTIZED = {"router", "shared_gate", "b", "a", "input_gate", "input_projection"}
 SHOWN = 5  # mismatches of a kind in an error
 LFS_POINTER = b"version https://git-lfs.github.com/spec"
 GGUF_INDEX = "gguf_index.json"  # of a GGUF file's tensors, in a directory without weights
@@ -285,6 +286,10 @@ def tensors_of(config: DecoderConfig) -> tuple[Tensor, ...]:
     if c.embedding_size is not None:
         for part in ("project_in", "project_out"):
             tensors += _linear(names[part], (part,), 1, False)
+    if c.layer_input_size is not None:
+        tensors.append(Tensor(f"{names['layer_embedding']}.weight", ("layer_embedding",)))
+        tensors += _linear(names["layer_projection"], ("layer_projection",), 1, False)
+        tensors += _norm(names["layer_input_norm"], ("layer_input_norm",), bias)
     for i in range(c.num_layers):
         tensors += _layer(c, i, (f"layers_{i}",))
     if c.final_norm:
@@ -329,18 +334,28 @@ def _layer(c: DecoderConfig, layer: int, path: tuple[str, ...]) -> list[Tensor]:
     if c.linear[layer]:
         tensors += _delta_net(c, name, (*path, "delta_net"))
     else:
-        tensors += _attention(c.of_layer(layer), name, (*path, "attention"))
+        shares = c.kv_sources[layer] is not None
+        tensors += _attention(c.of_layer(layer), name, (*path, "attention"), shares)
     if inner_norms and not c.shared_norm:
         tensors += _norm(name[f"{own_norms}mlp_norm"], (*path, "mlp_norm"), bias)
     for part in ("attention_output_norm", "mlp_output_norm") * c.norm_after:
         tensors += _norm(name[part], (*path, part), bias)
+    for part in ("input_gate", "input_projection") * (c.layer_input_size is not None):
+        tensors += _linear(name[part], (*path, part), 1, False)
+    if c.layer_input_size is not None:
+        tensors += _norm(name["input_norm"], (*path, "input_norm"), bias)
     if c.layer_scalars:
         tensors.append(Tensor(name["scalar"], (*path, "scalar")))
     return tensors + _mlp(c, name, (*path, "mlp"))
 
 
-def _attention(c: DecoderConfig, name: dict[str, str], path: tuple[str, ...]) -> list[Tensor]:
-    """Returns the tensors of an attention, given the names of all."""
+def _attention(
+    c: DecoderConfig, name: dict[str, str], path: tuple[str, ...], shares: bool
+) -> list[Tensor]:
+    """Returns the tensors of an attention, given the names of all.
+
+    With `shares` it has no keys and values.
+    """
     family, tensors = FAMILIES[c.family], list[Tensor]()
     linear, attention = functools.partial(_linear, transposed=family.transposed), path
     if "qkv" in name:
@@ -355,11 +370,11 @@ def _attention(c: DecoderConfig, name: dict[str, str], path: tuple[str, ...]) ->
         for i, part in enumerate(("q", "gate") * c.attention_gate):
             fused = Fused(c.num_heads, halves, i)
             tensors += linear(name["q"], (*attention, part), 1, c.qkv_bias, fused=fused)
-        parts = "qk" if c.values_are_keys else "qkv"
+        parts = "q" if shares else "qk" if c.values_are_keys else "qkv"
         for part in parts[c.attention_gate :]:
             tensors += linear(name[part], (*attention, part), 1, c.qkv_bias)
     if c.qk_norm:
-        for part in ("q_norm", "k_norm"):
+        for part in ("q_norm", "k_norm")[: 1 if shares else 2]:
             tensors += _norm(name[part], (*attention, part))
     if c.attention_sinks:
         tensors.append(Tensor(name["sinks"], (*attention, "sinks"), flat=True))

@@ -72,7 +72,10 @@ QUANTIZATION = "quantization_config"
 PACKED_DTYPES = tuple(map(np.dtype, FLOATS))
 # Names of tensors in models that also read images: in the text decoder, and elsewhere.
 OF_TEXT = re.compile(r"^(?:model\.)?language_model\.")
-OF_IMAGES = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector|visual)\.")
+# Of images, and of sound.
+OF_ENCODERS = re.compile(
+    r"(?:model\.)?(?:vision_tower|multi_modal_projector|visual|audio_tower|embed_(?:vision|audio))\."
+)
 # Settings in generation_config.json that change a sampled text, and their values without an effect.
 SAMPLING_KEYS = {
     "temperature": None,
@@ -455,13 +458,23 @@ def _scan(path: pathlib.Path, config: DecoderConfig) -> dict[str, Stored]:
         canonical = eagle_checkpoints.canonical(stored).items()
         return {name: where for name, where in canonical if name not in unused}
     if config.family in TEXT_DECODERS.values():
-        stored = {OF_TEXT.sub("", n): x for n, x in stored.items() if not OF_IMAGES.match(n)}
+        stored = {OF_TEXT.sub("", n): x for n, x in stored.items() if not OF_ENCODERS.match(n)}
+    if config.shared_kv_layers:
+        stored = {n: x for n, x in stored.items() if not _is_unread(n, config)}
     if "delta_conv" in FAMILIES[config.family].names:
         stored = separate_experts(stored)
     prefix = FAMILIES[config.family].prefix
     known = prefix, UNEMBEDDING.removesuffix("weight"), mtp_checkpoints.PREFIX
     named = {n if n.startswith(known) else prefix + n: where for n, where in stored.items()}
     return mtp_checkpoints.of_model(config, named)
+
+
+def _is_unread(name: str, config: DecoderConfig) -> bool:
+    """Returns whether a tensor has keys or values of a layer that reads those of another one."""
+    found = re.search(r"layers\.(\d+)\.self_attn\.(?:[kv]_proj|[kv]_norm)\.", name)
+    if found is None or int(found[1]) >= config.num_layers:
+        return False
+    return config.kv_sources[int(found[1])] is not None
 
 
 def _open(

@@ -132,6 +132,7 @@ def _gemma_4(
     heads: int,
     kv_heads: int,
     window: int,
+    family: str = "gemma4_text",
     **more: Any,
 ) -> DecoderConfig:
     settings: dict[str, Any] = {
@@ -144,9 +145,7 @@ def _gemma_4(
         "logits_softcap": 30.0,
         **more,
     }
-    return _gemma(
-        "gemma4_text", 262144, hidden, intermediate, layers, heads, kv_heads, 256, **settings
-    )
+    return _gemma(family, 262144, hidden, intermediate, layers, heads, kv_heads, 256, **settings)
 
 
 def _olmo_3(
@@ -273,6 +272,29 @@ PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
         "gemma-3-12b": _gemma_3(3840, 15360, 48, 16, 8, window=1024, factor=8.0),
         "gemma-3-27b": _gemma_3(
             5376, 21504, 62, 32, 16, window=1024, factor=8.0, head_dim=128, query_scale=168**-0.5
+        ),
+        "gemma-4-e2b": _gemma_4(
+            *(1536, 6144, 35, 8, 1),
+            window=512,
+            max_positions=131072,
+            full_layers=tuple(range(4, 35, 5)),
+            shared_kv_layers=20,
+            double_shared_mlp=True,
+            layer_input_size=256,
+        ),
+        "gemma-4-e4b": _gemma_4(
+            *(2560, 10240, 42, 8, 2),
+            window=512,
+            max_positions=131072,
+            shared_kv_layers=18,
+            layer_input_size=256,
+        ),
+        "gemma-4-12b": _gemma_4(
+            *(3840, 15360, 48, 16, 8),
+            window=1024,
+            full_kv_heads=1,
+            values_are_keys=True,
+            family="gemma4_unified_text",
         ),
         "gemma-4-31b": _gemma_4(
             *(5376, 21504, 60, 32, 16), window=1024, full_kv_heads=4, values_are_keys=True

@@ -133,6 +133,12 @@ class PageRetrieval(TargetDrafter):
                 f"of the target's family {target.config.family!r}: use self:streaming, full, "
                 "prompt-lookup or small:PATH"
             )
+        if any(source is not None for source in target.kv_sources):
+            raise ValueError(
+                f"PageRetrieval (quest) does not support layers that read the keys of others "
+                f"(shared_kv_layers, the target's family {target.config.family!r}): use "
+                "self:streaming, full, prompt-lookup or small:PATH"
+            )
         check_context(target, self.budget)
         windows = self.part_of(target).windows
         if target.offload and any(windows):

@@ -124,18 +124,18 @@ class SparseSettings:
     def slots(self, model: Model) -> tuple[int, ...]:
         """Returns C of each layer, the slots of the cache."""
         pinned = self._pinned(model)
-        layers = zip(pinned, model.windows, model.linear, strict=True)
+        layers = zip(pinned, model.windows, model.has_slots, strict=True)
         return tuple(
             0
-            if linear
+            if not has_slots
             else self.ring + count
             if window is None
             else window_slots(window, self.budget)
-            for count, window, linear in layers
+            for count, window, has_slots in layers
         )
 
     def _pinned(self, model: Model) -> tuple[int, ...]:
-        """Returns P of each layer: none in those with a sliding window or a state."""
+        """Returns P of each layer: none in those with a sliding window or without slots."""
         counts = iter(self.policy.pinned(self.budget, model.pinnable.count(True)))
         return tuple(next(counts) if pinnable else 0 for pinnable in model.pinnable)
 

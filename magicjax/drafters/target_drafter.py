@@ -15,6 +15,7 @@ from magicjax.kv_cache.full_cache import KVCache
 from magicjax.kv_cache.pages import PagedCache
 from magicjax.kv_cache.sparse_cache import DraftCache
 from magicjax.model import Model
+from magicjax.parallel import offloading
 from magicjax.settings import Settings
 from magicjax.trees.proposal import DrawMethod, Proposal
 from magicjax.trees.token_tree import Tree
@@ -67,6 +68,8 @@ class TargetDrafter(Drafter):
         if self.layers is not None:
             stages = target.layout.stages
             layer_skipping.check(self.layers, target.config.num_layers, target.offload, stages)
+            option = f"layers={self.layers!r} of self-speculation"
+            offloading.check_independent(target.config, option, "omit layers")
         if self.weights is not None:
             quantized_blocks.check(target, self.weights)
 

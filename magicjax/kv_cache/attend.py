@@ -45,7 +45,12 @@ class _Rows:
     num_rows: int = struct.field(default=0, pytree_node=False, kw_only=True)
     live: Bool[Array, "B T"] | None = struct.field(default=None, kw_only=True)
 
+    KEPT_BY_SHARED = None
+
     def __call__(self, layer: int) -> LayerAttend:
+        sources = () if isinstance(self.cache, PagedCache) else self.cache.sources
+        if sources and sources[layer] is not None:
+            return Partial(type(self)._attend_shared, self.of_layer(sources[layer]))
         own = self.of_layer(layer)
         has_state = not isinstance(self.cache, PagedCache) and bool(self.cache.states)
         has_state = has_state and self.cache.states[layer] is not None
@@ -60,6 +65,11 @@ class _Rows:
         if not isinstance(self.cache, DraftCache):
             k, v = rounded(k, v, self.cache.k[0])
         return self._attend(q, k, v, **options)
+
+    def _attend_shared(self, q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, Any]:
+        """Returns the attention of a layer that reads the slots of this one, which keeps them."""
+        out, _ = self._attend_rounded(q, k, v, **options)
+        return out, self.KEPT_BY_SHARED
 
     def _attend(self, q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, Any]:
         """Returns the attention of the only layer, and what to keep."""
@@ -110,6 +120,8 @@ class AttendTo(_Rows):
     backend: str | None = struct.field(pytree_node=False)
     keep_queries: bool = struct.field(default=False, pytree_node=False)
     chain: Int[Array, "B"] | None = None
+
+    KEPT_BY_SHARED = (None, None)
 
     def _advance(self, inputs: DeltaNetInputs, state: LayerState) -> tuple[Array, Any]:
         if self.chain is not None:
@@ -249,7 +261,8 @@ def empty_nodes(cache: Any, nodes: int, dtype: Any) -> KV:
 
     def zeros(layer, old):
         if old is None:
-            return state_layers.empty_nodes(cache.states[layer], batch, nodes)
+            state = cache.states[layer] if cache.states else None
+            return None if state is None else state_layers.empty_nodes(state, batch, nodes)
         _, heads, _, size = old.shape
         return tuple(jnp.zeros((batch, nodes, heads, size), dtype) for _ in "kv")
 

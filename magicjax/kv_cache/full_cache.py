@@ -32,14 +32,15 @@ class KVCache:
     """All committed keys and values that later tokens can see.
 
     Attributes:
-      k, v: one array [R, K, S, D] per layer with attention, None for others. R is B, or more in a
-        part of an engine's batch, whose rows are the first B: they are read and written in place.
+      k, v: one array [R, K, S, D] per layer with slots of its own, None for others. R is B, or more
+        in a part of an engine's batch, whose rows are the first B, read and written in place.
         With `Model.kv_bits` they are `Quantized`, with scales that are powers of two (`as_stored`).
       lengths: int32 [B], the committed tokens. Slots without one hold finite garbage that later
         commits overwrite.
       windows: static; of each layer, None: it sees the whole text. A layer with a window is a ring.
       split: static; the model's division over devices.
       states: the state of each layer without attention, None for others; empty if there is none.
+      sources: static; the layer whose slots each layer reads, None: its own; empty: all theirs.
     """
 
     k: Layers = struct.field(metadata=logical_axes(LAYER_BATCH, KV_HEADS))
@@ -50,13 +51,14 @@ class KVCache:
     states: tuple[LayerState | None, ...] = struct.field(
         default=(), metadata=logical_axes(LAYER_BATCH)
     )
+    sources: tuple[int | None, ...] = struct.field(pytree_node=False, default=())
 
     def of_layers(self, layers: Sequence[int]) -> "KVCache":
-        """Returns the cache with these layers only, whose arrays it shares."""
+        """Returns the cache with these layers only, whose arrays it shares; all have slots."""
         k, v = select(self.k, layers), select(self.v, layers)
         states = select(self.states, layers) if self.states else ()
         windows = select(self.windows, layers)
-        return dataclasses.replace(self, k=k, v=v, windows=windows, states=states)
+        return dataclasses.replace(self, k=k, v=v, windows=windows, states=states, sources=())
 
     @property
     def committed(self) -> Int[Array, "B"]:
@@ -91,14 +93,20 @@ def empty(model: Model, batch: int, slots: int) -> KVCache:
         heads, size = model.local_kv_heads(layer), model.layer_config(layer).kv_head_dim
         return batch, heads, layer_slots(windows[layer], slots), size
 
-    layers = [None if linear else shape_of(i) for i, linear in enumerate(model.linear)]
+    layers = [shape_of(i) if has_slots else None for i, has_slots in enumerate(model.has_slots)]
     k, v = (tuple(_zeros(shape, model) for shape in layers) for _ in "kv")
     states: tuple = ()
     if any(model.linear):
         shape: Any = model.config.delta_net
         new = state_layers.empty(shape, batch, model.dtype)
         states = tuple(jax.tree.map(jnp.copy, new) if linear else None for linear in model.linear)
-    return KVCache(k, v, jnp.zeros(batch, jnp.int32), windows, model.split, states)
+    lengths = jnp.zeros(batch, jnp.int32)
+    return KVCache(k, v, lengths, windows, model.split, states, sources_of(model))
+
+
+def sources_of(model: Model) -> tuple[int | None, ...]:
+    """Returns `KVCache.sources`."""
+    return model.kv_sources if any(x is not None for x in model.kv_sources) else ()
 
 
 def _zeros(shape: tuple[int, ...] | None, model: Model) -> Slots | None:

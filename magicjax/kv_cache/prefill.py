@@ -109,10 +109,10 @@ def _empty_stats(model: Model, cache: KVCache, stats_spec: StatsSpec, length: in
     if stats_spec.window:
         sizes = batch, stats_spec.window, model.local_heads
         queries = tuple(
-            None
-            if linear
-            else empty_window(*sizes, model.layer_config(layer).kv_head_dim, model.dtype)
-            for layer, linear in enumerate(model.linear)
+            empty_window(*sizes, model.layer_config(layer).kv_head_dim, model.dtype)
+            if has_slots
+            else None
+            for layer, has_slots in enumerate(model.has_slots)
         )
     if stats_spec.total:
         dtype = jnp.promote_types(model.dtype, jnp.float32)

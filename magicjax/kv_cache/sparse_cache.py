@@ -40,6 +40,7 @@ class DraftCache:
       bits: static; of an entry's elements, 8 or 4; None: the model's dtype.
       split: static; the model's division over devices.
       states: those of the full cache, which a draft continues; empty between rounds.
+      sources: static; as those of the full cache.
     """
 
     k: Layers = struct.field(metadata=logical_axes(LAYER_BATCH, KV_HEADS))
@@ -52,13 +53,14 @@ class DraftCache:
     states: tuple[LayerState | None, ...] = struct.field(
         default=(), metadata=logical_axes(LAYER_BATCH)
     )
+    sources: tuple[int | None, ...] = struct.field(pytree_node=False, default=())
 
     def of_layers(self, layers: Sequence[int]) -> "DraftCache":
         """Returns the cache with these layers only, whose arrays it shares."""
         k, v = select(self.k, layers), select(self.v, layers)
         pinned, windows = select(self.pinned, layers), select(self.windows, layers)
         states = select(self.states, layers) if self.states else ()
-        own = dict(k=k, v=v, pinned=pinned, windows=windows, states=states)
+        own = dict(k=k, v=v, pinned=pinned, windows=windows, states=states, sources=())
         return dataclasses.replace(self, **own)  # type: ignore[arg-type]
 
     @property
@@ -121,7 +123,8 @@ def gather(
         for layer in layers
     ]
     k, v, pins = zip(*gathered, strict=True)
-    return DraftCache(k, v, pins, cache.lengths, cache.windows, bits, cache.split)
+    static: Any = dict(bits=bits, split=cache.split, sources=cache.sources)
+    return DraftCache(k, v, pins, cache.lengths, cache.windows, **static)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5))  # traced once for all layers

@@ -124,10 +124,27 @@ def check_layers(config: Any) -> None:
             f"offload with layers of two kinds (gated delta nets, family {config.family!r}) is not "
             "supported: load the model without offload"
         )
+    check_independent(config, "offload", "load the model without offload")
     if getattr(config, "full_head_dim", None) or getattr(config, "full_kv_heads", None):
         raise ValueError(
             f"offload with layers of two shapes (heads of layers without a window, family "
             f"{config.family!r}) is not supported: load the model without offload"
+        )
+
+
+def check_independent(config: Any, option: str, remedy: str) -> None:
+    """Raises ValueError if a layer of a model needs more than its own slots and the layer before.
+
+    Args:
+      config: the model's.
+      option: what needs such layers.
+      remedy: what to do.
+    """
+    names = "shared_kv_layers", "layer_input_size"
+    if given := [f"{name}={getattr(config, name)}" for name in names if getattr(config, name, 0)]:
+        raise ValueError(
+            f"{option} with {' and '.join(given)} (family {config.family!r}) is not supported: "
+            f"{remedy}"
         )
 
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import models
+from magicjax.parallel.offloading import check_independent
 from models import ShardingFn
 from sharding import STAGES
 
@@ -31,6 +32,8 @@ def check_layers(config: Any, stages: int) -> None:
             f"stage={stages} with gated delta nets (family {config.family!r}) is not supported: "
             "use a mesh without stages"
         )
+    if stages > 1:
+        check_independent(config, f"stage={stages}", "use a mesh without stages")
     names = ("slides", "rotations")  # which another decoder than the package's does not have
     kinds = list(zip(*(getattr(config, name, (0,) * layers) for name in names), strict=True))
 

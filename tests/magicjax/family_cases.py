@@ -43,17 +43,32 @@ KINDS = {
     "gemma-4": dict(
         family="gemma4_text",
         num_layers=3,
-        num_kv_heads=2,
+        num_kv_heads=4,
         head_dim=8,
         activation="gelu_pytorch_tanh",
         logits_softcap=3.0,
         sliding_window=7,
         full_layers=(1, 2),
         full_head_dim=16,
-        full_kv_heads=1,
+        full_kv_heads=2,
         values_are_keys=True,
         positions=models.Rope(theta=50.0, kind="proportional", partial_rotary_factor=0.5),
         window_positions=models.Rope(theta=20.0),
+    ),
+    "gemma-4-shared": dict(
+        family="gemma4_text",
+        num_layers=5,
+        num_kv_heads=2,
+        head_dim=8,
+        activation="gelu_pytorch_tanh",
+        sliding_window=7,
+        full_layers=(1, 4),
+        full_head_dim=16,
+        positions=models.Rope(theta=50.0, kind="proportional", partial_rotary_factor=0.5),
+        window_positions=models.Rope(theta=20.0),
+        shared_kv_layers=2,
+        double_shared_mlp=True,
+        layer_input_size=6,
     ),
     "mixtral": dict(family="mixtral", num_kv_heads=2, num_experts=8, experts_per_token=2),
     "qwen3-moe": dict(
@@ -114,7 +129,9 @@ KINDS = {
 
 HYBRID = ("qwen3-next", "qwen3.5")  # have layers with states
 WITHOUT_STATES = [kind for kind in KINDS if kind not in HYBRID]
-ALIKE = [kind for kind in WITHOUT_STATES if kind != "gemma-4"]  # have layers of one shape
+ALIKE = [
+    kind for kind in WITHOUT_STATES if not kind.startswith("gemma-4")
+]  # have layers of one shape
 
 
 @functools.cache

@@ -166,7 +166,7 @@ def draft(kv_heads: int | str, shards: int | None) -> magicjax.Model:
 def _model(kv_heads: int | str, noise: float, layers: int) -> magicjax.Model:
     if isinstance(kv_heads, str) and kv_heads != INT4:
         sizes = dict(hidden_size=64, num_heads=8, max_positions=512)
-        if kv_heads not in family_cases.HYBRID:
+        if "num_layers" not in family_cases.KINDS[kv_heads]:
             sizes["num_layers"] = layers
         return family_cases.model(kv_heads, 64, noise / 4, **sizes)
     shape = tiny.config(

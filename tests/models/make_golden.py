@@ -114,6 +114,10 @@ GEMMA4 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
     },
 }
+GEMMA4_UNIFIED = {
+    **{key: x for key, x in GEMMA4.items() if key != "hidden_size_per_layer_input"},
+    "attention_k_eq_v": True,
+}
 QWEN3_MOE = {
     **LLAMA,
     "head_dim": 8,
@@ -287,6 +291,22 @@ CASES = {
         "Gemma4Text",
         {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
     ),
+    "gemma4_shared": (
+        "Gemma4Text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 5,
+            "layer_types": [
+                *("sliding_attention", "full_attention", "sliding_attention"),
+                *("sliding_attention", "full_attention"),
+            ],
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 6,
+            "vocab_size_per_layer_input": 61,
+        },
+    ),
+    "gemma4_unified": ("Gemma4UnifiedText", GEMMA4_UNIFIED),
 }
 SHARDED = "llama_gqa"
 

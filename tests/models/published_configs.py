@@ -33,6 +33,7 @@ ARCHITECTURES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",
     "gemma4": "Gemma4ForConditionalGeneration",
+    "gemma4_unified": "Gemma4UnifiedForConditionalGeneration",
     "gpt_oss": "GptOssForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
@@ -192,6 +193,15 @@ def _gemma4(hidden, intermediate, layers, heads, kv_heads, **text):
     audio = dict(audio_config=None, audio_token_id=258881, eoa_token_index=258883)
     images = dict(vision_config={"model_type": "gemma4_vision"}, image_token_id=258880)
     return _file("gemma4", text_config=text, tie_word_embeddings=True, **audio, **images)
+
+
+def _gemma4_unified(*sizes, **text):
+    whole = _gemma4(*sizes, **text)
+    none = ("hidden_size_per_layer_input", "vocab_size_per_layer_input", "enable_moe_block")
+    none += ("num_experts", "top_k_experts", "moe_intermediate_size")
+    text = {key: value for key, value in whole["text_config"].items() if key not in none}
+    text = text | {"model_type": "gemma4_unified_text"}
+    return _file("gemma4_unified", text_config=text, tie_word_embeddings=True)
 
 
 def _gpt_oss(layers, experts):
@@ -436,6 +446,29 @@ PUBLISHED = {
             **_GEMMA_3,
         )
     ),
+    "gemma-4-e2b": _gemma4(
+        *(1536, 6144, 35, 8, 1),
+        attention_k_eq_v=False,
+        hidden_size_per_layer_input=256,
+        layer_types=(["sliding_attention"] * 4 + ["full_attention"]) * 7,
+        max_position_embeddings=131072,
+        num_global_key_value_heads=None,
+        num_kv_shared_layers=20,
+        sliding_window=512,
+        use_bidirectional_attention=None,
+        use_double_wide_mlp=True,
+    ),
+    "gemma-4-e4b": _gemma4(
+        *(2560, 10240, 42, 8, 2),
+        attention_k_eq_v=False,
+        hidden_size_per_layer_input=256,
+        max_position_embeddings=131072,
+        num_global_key_value_heads=None,
+        num_kv_shared_layers=18,
+        sliding_window=512,
+        use_bidirectional_attention=None,
+    ),
+    "gemma-4-12b": _gemma4_unified(3840, 15360, 48, 16, 8, num_global_key_value_heads=1),
     "gemma-4-31b": _gemma4(5376, 21504, 60, 32, 16, num_global_key_value_heads=4),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),

@@ -116,14 +116,16 @@ def _activations(model: Model, request: Request, tokens: int, logits: int) -> in
     split = placement.split_of(c, model.shards, mesh)
     item = model.dtype.itemsize
     hidden = c.hidden_size * (4 * item + FLOAT32)
-    mlp = item * 3 * c.intermediate_size // split.shards
+    widest = max(c.of_layer(layer).intermediate_size for layer in range(c.num_layers))
+    mlp = item * 3 * widest // split.shards
     largest = model.kv_head_dims[-1]
     attention = (2 * item + 2 * FLOAT32) * c.num_heads * largest // split.shards
     if request.settings.backend == "xla":
         slots = min(BLOCK, request.settings.capacity)
         attention += SCORES * FLOAT32 * slots * c.num_heads // split.shards
-    layers = [layer for layer in range(c.num_layers) if not c.linear[layer]]
+    layers = [layer for layer, has_slots in enumerate(model.has_slots) if has_slots]
     new = sum(model.slot_bytes(layer) for layer in layers) // split.kv_shards
+    new += item * c.num_layers * (c.layer_input_size or 0)
     if model.layout.stages > 1:  # of a stage, for all rows and one more micro-batch
         parts = model.layout.micro_batches
         new = new * (parts + 1) // (parts * model.layout.stages)

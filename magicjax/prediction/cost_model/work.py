@@ -218,7 +218,7 @@ def sizes_of(
         if keys[-1] == output:
             counted["unembedding"] += elements
             output_bytes += array_bytes(leaf.shape, leaf.dtype)
-        elif keys[-1] in ("embedding", "position_embedding", "vocab_map"):
+        elif keys[-1] in ("embedding", "position_embedding", "layer_embedding", "vocab_map"):
             counted["tables"] += elements
         elif keys[-1] == "weight":
             whole = keys[-3] in ("attention", "delta_net", "shared")

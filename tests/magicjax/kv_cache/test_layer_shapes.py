@@ -9,7 +9,7 @@ import models
 from magicjax import placement
 from magicjax.decoding.decoder import Decoder
 from magicjax.kv_cache import full_cache
-from magicjax.parallel import offloading
+from magicjax.parallel import offloading, pipeline_stages
 from magicjax.prediction.cost_model.work import sizes_of
 from sharding import abstract_mesh
 from tests.magicjax import family_cases, keywords, tiny
@@ -22,20 +22,23 @@ from tests.quick import quick
 
 OPTIONS = dict(max_tokens=tiny.NEW, eos_token_id=tiny.NEVER)
 SELF = magicjax.SelfSpeculation("snapkv", budget=12)
-KIND = "gemma-4"
+KINDS = ("gemma-4", "gemma-4-shared")
 
 
-def target(bits: int | None = None) -> magicjax.Model:
-    model = family_cases.model(KIND, tiny.VOCAB)
+def target(kind: str = KINDS[0], bits: int | None = None) -> magicjax.Model:
+    model = family_cases.model(kind, tiny.VOCAB)
     return magicjax.Model(model.module, model.params, kv_bits=bits)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bits", [None, 8])
-def test_the_bytes_of_caches_are_counted_by_layer(bits):
-    request = keywords.prepare(target(bits), tiny.prompts(3), drafter=SELF, **OPTIONS)
-    cache = full_cache.empty(target(bits), 3, request.settings.capacity)
-    shapes = {k.shape[1::2] for k in cache.k}
-    assert shapes == {(2, 8), (1, 16)}
+def test_the_bytes_of_caches_are_counted_by_layer(kind, bits):
+    model = target(kind, bits)
+    request = keywords.prepare(model, tiny.prompts(3), drafter=SELF, **OPTIONS)
+    cache = full_cache.empty(model, 3, request.settings.capacity)
+    shapes = {k.shape[1::2] for k in cache.k if k is not None}
+    assert shapes == ({(4, 8), (2, 16)} if kind == "gemma-4" else {(2, 8), (2, 16)})
+    assert cache.k.count(None) == model.config.shared_kv_layers
     counted, of_draft = request.kv_bytes
     assert counted == sum(x.nbytes for x in jax.tree.leaves((cache.k, cache.v)))
     draft = Decoder(request).state_shapes().drafter
@@ -43,9 +46,10 @@ def test_the_bytes_of_caches_are_counted_by_layer(bits):
     assert of_draft == sum(x.size * x.dtype.itemsize for x in entries)
 
 
+@pytest.mark.parametrize("kind", quick(KINDS, "gemma-4-shared"))
 @pytest.mark.parametrize("bits", quick([None, 8], None))
-def test_after_every_round_caches_equal_a_fresh_prefill(bits):
-    model, prompts = target(bits), prompts_around_the_budget()
+def test_after_every_round_caches_equal_a_fresh_prefill(kind, bits):
+    model, prompts = target(kind, bits), prompts_around_the_budget()
     request = keywords.prepare(
         model, prompts, drafter=SELF, tree=tiny.TREES["irregular"], **OPTIONS
     )
@@ -83,6 +87,25 @@ def test_what_needs_equal_layers_is_an_error():
     config = models.preset("gemma-4-31b")
     with pytest.raises(ValueError, match="offload with layers of two shapes"):
         offloading.check_layers(config)
+    shared = models.preset("gemma-4-e2b")
+    for check in (offloading.check_layers, lambda x: pipeline_stages.check_layers(x, 5)):
+        with pytest.raises(ValueError, match="with shared_kv_layers=20 and layer_input_size=256"):
+            check(shared)
     with pytest.raises(ValueError, match="model=8 does not divide the 4 KV heads of the layers"):
         placement.split_of(config, None, abstract_mesh(model=8))
     assert placement.split_of(config, None, abstract_mesh(model=4)).kv_shards == 4
+
+
+@pytest.mark.parametrize(
+    ("drafter", "message"),
+    [
+        (magicjax.PageRetrieval(12, page_size=4), "does not support layers that read the keys of"),
+        (
+            magicjax.SelfSpeculation(budget=12, layers="0-1"),
+            "layers='0-1' of self-speculation with",
+        ),
+    ],
+)
+def test_drafters_that_need_layers_with_keys_of_their_own_are_errors(drafter, message):
+    with pytest.raises(ValueError, match=message):
+        keywords.prepare(target("gemma-4-shared"), tiny.prompts(1), drafter=drafter, **OPTIONS)
