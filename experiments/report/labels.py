@@ -11,7 +11,7 @@ SIZES = ("batch", "slots", "context")
 OTHERS = [name for name in columns_of(Experiment).values() if name not in SIZES]
 SAMPLED = ("top_k", "top_p", "seed")  # beside the temperature
 # How much is measured, not what: named only if nothing else tells two groups apart.
-EFFORT = ("requests", "repeat", "candidates", "agreement_tokens", "phases")
+EFFORT = ("requests", "repeat", "candidates", "agreement_tokens", "phases", "new_tokens")
 
 Row = dict[str, Any]
 Rows = Sequence[Row]
@@ -106,7 +106,7 @@ def group_columns(rows: Rows) -> list[str]:
     """Returns the columns that tell the groups apart: batch or slots, context, what else varies."""
     names = [*dict.fromkeys(map(size_name, rows)), "context", *varying(rows)]
     groups = len({shape(row) for row in rows})
-    for name in (*EFFORT, "dtype"):  # if they vary with others, these suffice
+    for name in (*EFFORT, "prompt_path", "dtype"):  # if they vary with others, these suffice
         short = [other for other in names if other != name]
         if len({tuple(row.get(other) for other in short) for row in rows}) == groups:
             names = short

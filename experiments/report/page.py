@@ -2,11 +2,12 @@
 
 `report.html` has the answer in words, a table of all methods, which a click on a heading sorts,
 charts, and, folded, the experiment and where it ran. The charts are drawn by Vega-Embed, which the
-page loads from a network, and their menus save them as SVG and PNG. To merge folders of several
-machines, copy their `cells` into one folder.
+page contains, so it needs no network; their menus save them as SVG and PNG. To merge folders of
+several machines, copy their `cells` into one folder.
 """
 
 import collections
+import functools
 import html
 import json
 import pathlib
@@ -16,6 +17,7 @@ from typing import Any
 
 import altair as alt
 import tyro
+import vl_convert
 import yaml
 
 from experiments.report import answer, charts, ranking
@@ -27,7 +29,6 @@ from experiments.schema.method import Method
 from magicjax.files import write_atomically
 
 PAGE = "report.html"
-CDN = "https://cdn.jsdelivr.net/npm"
 NOTE = (
     "Speedups are over plain decoding of the same prompts, whose runs alternate with the method's "
     f"in one process. Intervals ({answer.LEVEL} %): percentile bootstrap over runs and batches of "
@@ -110,21 +111,22 @@ def _charts(by_name: Mapping[str, charts.Chart]) -> str:
     """Returns the HTML of charts, given by name."""
     if not by_name:
         return ""
-    versions = (
-        ("vega", alt.VEGA_VERSION),
-        ("vega-lite", alt.VEGALITE_VERSION),
-        ("vega-embed", alt.VEGAEMBED_VERSION),
-    )
-    scripts = "".join(f'<script src="{CDN}/{name}@{number}"></script>' for name, number in versions)
     shown = "".join(f'<div class="chart" id="{name}"></div>' for name in by_name)
     specs = {name: chart.to_dict() for name, chart in by_name.items()}
     encoded = json.dumps(specs, ensure_ascii=False).replace("</", "<\\/")
     return (
-        f"{shown}{scripts}<script>"
+        f'{shown}<script>{_vega_embed()}</script><script type="module">'
         f"const charts = {encoded};\n"
         'for (const name in charts) vegaEmbed("#" + name, charts[name], {renderer: "svg"});'
         "</script>"
     )
+
+
+@functools.cache
+def _vega_embed() -> str:
+    """Returns Vega-Embed, Vega-Lite and Vega as one script, which takes seconds to make."""
+    version = ".".join(alt.VEGALITE_VERSION.split(".")[:2])
+    return vl_convert.javascript_bundle(None, version)
 
 
 def _folded(title: str, shown: str) -> str:
