@@ -5,14 +5,16 @@ import importlib
 import itertools
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from magicjax.cli import INTERRUPTED
 from magicjax.suggest import did_you_mean
 from magicjax.version import version
 
+INTERRUPTED_MESSAGE = "magicjax: interrupted\n"
 COMMANDS = {  # the module of each is imported when it runs, because most import JAX
     "generate": "continue a prompt",
     "chat": "talk to a model",
@@ -75,7 +77,13 @@ def main() -> None:
     Invalid input exits with a message and code 2, an interrupt by the user with code 130. If the
     reader of the output has ended, as `head` does, the command ends with code 0.
     """
-    main_parser = parser(sys.argv[1:])
+    # The parser imports the command's module, which takes seconds; a KeyboardInterrupt in an import
+    # can become another error.
+    handler = signal.signal(signal.SIGINT, _exit_at_once)
+    try:
+        main_parser = parser(sys.argv[1:])
+    finally:
+        signal.signal(signal.SIGINT, handler)
     arguments = main_parser.parse_args()
     if getattr(arguments, "verbose", False):
         logging.basicConfig()
@@ -91,9 +99,16 @@ def main() -> None:
 
         main_parser.exit(2, f"magicjax: {explain(error, arguments)}\n")
     except KeyboardInterrupt:
-        main_parser.exit(INTERRUPTED, "magicjax: interrupted\n")
+        main_parser.exit(INTERRUPTED, INTERRUPTED_MESSAGE)
     if code:
         sys.exit(code)
+
+
+def _exit_at_once(number: int, frame: Any) -> NoReturn:
+    """Handles a signal during imports."""
+    sys.stderr.write(INTERRUPTED_MESSAGE)
+    sys.stderr.flush()
+    os._exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

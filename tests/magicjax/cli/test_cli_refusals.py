@@ -3,6 +3,9 @@
 import json
 import re
 import shutil
+import signal
+import subprocess
+import sys
 import types
 
 import numpy as np
@@ -238,6 +241,16 @@ def test_an_interrupt_ends_with_one_line(command, run, monkeypatch):
         "calibrate": (),
     }
     assert run(name, *required[name]) == (130, "", "magicjax: interrupted\n")
+
+
+def test_an_interrupt_during_the_imports_ends_with_one_line():
+    command = (sys.executable, "-X", "importtime", "-m", "magicjax", "calibrate")
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        next(line for line in process.stderr if "numpy" in line)
+        process.send_signal(signal.SIGINT)
+        lines = process.stderr.read().splitlines()
+    assert [line for line in lines if "import time:" not in line] == ["magicjax: interrupted"]
+    assert process.returncode == 130
 
 
 def test_python_arguments_become_options_and_paths_stay():
