@@ -45,18 +45,27 @@ def measure(
     """
     plain = plain_of(cell)
     outputs: dict[Cell, list] = {plain: [], cell: []}  # one entry if the cell is plain decoding
-    read_gbs = bandwidth.read_bandwidth() / 1e9 if cell.repeats else None
+    read_gbs = None
+    if cell.repeats:
+        bench.steps("measuring the bandwidth of the memory")
+        read_gbs = bandwidth.read_bandwidth() / 1e9
+    streams, bench.streams = bench.streams, False
     prefill_compile_s, shared = 0.0, None
-    for number, prompt_rows in enumerate(bench.batches(cell)):
+    batches = bench.batches(cell)
+    for number, prompt_rows in enumerate(batches):
+        of_all = f" of prompts {number + 1} of {len(batches)}" if len(batches) > 1 else ""
         shared = None  # frees the caches of the last batch
         of_batch = {each: _with_own_seed(each, number) for each in outputs}
+        bench.steps(f"batch {cell.batch}, context {cell.context}: prefill{of_all}")
         shared = bench.runs(list(of_batch.values()), prompt_rows)
         prefill_compile_s += shared.compile_s
         parts: dict[Cell, list] = {each: [] for each in outputs}
         for repeat in range(cell.repeats + 1):
             for each in outputs:
-                parts[each].append(shared.run(of_batch[each]))
-                print(f"{each.label}: {f'run {repeat}' if repeat else 'compiled'}", flush=True)
+                run = f"timed run {repeat} of {cell.repeats}" if repeat else "compiling, first run"
+                bench.steps(f"{each.label}: {run}{of_all}")
+                shown = streams and not (number or repeat)
+                parts[each].append(shared.run(of_batch[each], shown))
         for each, of_cell in parts.items():
             outputs[each].append(of_cell)
     assert shared is not None  # a cell has at least one batch
@@ -79,6 +88,8 @@ def measure(
         row["noise_match"] = _equal_rows(runs[plain])
         row |= _resources(cell_runs, prefill_compile_s + bench.choosing_s)
         rows[each] = complete(columns(each), row)
+    if cell.repeats and (cell.phases or folder):
+        bench.steps(f"{cell.label}: tracing")
     seconds, phases_error = _phases(shared, of_batch[cell], folder) if cell.repeats else ({}, "")
     rows[cell] |= {f"{name}_s": s for name, s in seconds.items()} | {"phases_error": phases_error}
     rows[cell]["memory_mb"] = peak_memory() / 1e6

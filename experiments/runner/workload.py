@@ -20,6 +20,7 @@ from experiments import prompts
 from experiments.prompts import RANDOM, TEXTS, Prompt, metrics
 from experiments.runner import teacher
 from experiments.runner.provenance import code
+from experiments.runner.steps import Steps
 from experiments.schema import grid, store
 from experiments.schema.grid import Cell, fingerprint, plain_of
 from magicjax import generation
@@ -45,11 +46,19 @@ class Bench:
     Attributes:
       chosen: a folder for prompts that were chosen among candidates, which processes share; None:
         they are not kept.
+      steps: is called as each step begins.
+      streams: whether the next cell prints the first text as it is decoded, before timed runs.
       choosing_s: seconds spent compiling plain decoding to choose prompts.
     """
 
-    def __init__(self, chosen: pathlib.Path | None = None):
+    def __init__(
+        self,
+        chosen: pathlib.Path | None = None,
+        steps: Steps | None = None,
+        streams: bool = False,
+    ):
         self.chosen, self.choosing_s = chosen, 0.0
+        self.steps, self.streams = steps or Steps(), streams
         self._made: dict[tuple, Any] = {}
 
     def _once(self, key: tuple, make: Callable[[], Any]) -> Any:
@@ -68,7 +77,12 @@ class Bench:
         """Returns the loaded model; the arguments are those of `magicjax.load`."""
         options = {"dtype": dtype, "mesh": mesh, "stages": stages, **options}
         key = ("model", directory, *sorted(options.items()))
-        return self._once(key, lambda: magicjax.load(self._source(directory), **options))
+
+        def load() -> Any:
+            self.steps(f"loading {directory}")
+            return magicjax.load(self._source(directory), **options)
+
+        return self._once(key, load)
 
     def _source(self, directory: str) -> Source:
         return self._once(("source", directory), lambda: Source(directory))
@@ -170,6 +184,7 @@ class Bench:
             return np.concatenate([output.tokens for output in outputs])
 
         rows = np.stack([prompt.tokens for prompt in self._candidates(cell)])
+        self.steps(f"decoding {len(rows)} candidates for prompts, to choose among them")
         count = cell.num_requests
         return prompts.least_repetitive(rows, count, continue_plainly, end_tokens).tolist()
 
@@ -278,11 +293,15 @@ class Runs:
         capacities = {each.settings.capacity for each in requests.values()}
         return requests if len(capacities) == 1 else {}
 
-    def run(self, cell: Cell) -> Any:
-        """Returns the cell's output."""
+    def run(self, cell: Cell, streams: bool = False) -> Any:
+        """Returns the cell's output; `streams`: prints the first row's text as it is decoded.
+
+        A run that streams has other times. Runs without a shared prefill do not stream.
+        """
         if self._prefilled is None:
             return self.bench.run(cell, self.rows)
-        output, self._prefilled = self._prefilled.generate(self._requests[cell])
+        show = (lambda rows: self.bench.steps.text(rows[0].text or "")) if streams else None
+        output, self._prefilled = self._prefilled.generate(self._requests[cell], show)
         return output
 
     def trace(self, cell: Cell, folder: pathlib.Path | None) -> profile_phases.Phases:

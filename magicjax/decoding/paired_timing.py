@@ -19,7 +19,7 @@ from magicjax.decoding.decoder import Clock, Decoder
 from magicjax.decoding.loop import DecodeState, Prefilled
 from magicjax.decoding.output import Output, output_of, texts_of
 from magicjax.decoding.request import Request
-from magicjax.decoding.rounds import run_to_end
+from magicjax.decoding.rounds import Show, run_to_end
 from magicjax.drafters import Drafter
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.settings import PrefillSettings
@@ -63,14 +63,17 @@ class PrefilledPrompts:
         lengths = global_arrays.fetch(request.rows.lengths)
         return cls(decoder, settings, *results, lengths, decoder.clock.prefill_s)
 
-    def generate(self, request: Request) -> tuple[Output, "PrefilledPrompts"]:
+    def generate(
+        self, request: Request, show: Show | None = None
+    ) -> tuple[Output, "PrefilledPrompts"]:
         """Returns (the request's output, the prompts for the next run).
 
-        Its time of prefill is that of `create`, plus the request's `init`.
+        Its time of prefill is that of `create`, plus the request's `init`. `show` is that of
+        `run_to_end`.
         """
         compiled = program_cache.totals()
         decoder, texts = Decoder(request, clock=Clock(prefill_s=self.seconds)), texts_of(request)
-        state = run_to_end(decoder, self.start(decoder), texts)
+        state = run_to_end(decoder, self.start(decoder), texts, show)
         return output_of(decoder, state, texts, compiled), self.reset(state)
 
     def start(self, decoder: Decoder) -> DecodeState:

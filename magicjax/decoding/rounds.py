@@ -14,6 +14,7 @@ from magicjax.decoding.text import NewTokens, Text, TextError
 from sharding import global_arrays
 
 Rounds = Generator[list[NewTokens], bool | None, Any]
+Show = Callable[[list[NewTokens]], Any]  # called with what each row has generated
 Call = tuple[int, Int[np.ndarray, "B A"]]  # depth of the tree, and histogram of each row
 ROUNDS_PER_CALL = 8  # of the loop between two searches for stop strings
 
@@ -34,15 +35,19 @@ class Started(NamedTuple):
     search_s: float = 0.0
 
 
-def run_to_end(decoder: Decoder, state: DecodeState, texts: Sequence[Text]) -> DecodeState:
+def run_to_end(
+    decoder: Decoder, state: DecodeState, texts: Sequence[Text], show: Show | None = None
+) -> DecodeState:
     """Returns the state when all texts have ended; donates `state`.
 
     The loop compares tokens, not strings. With stop strings it therefore runs a few rounds at a
-    time, and the host searches the text.
+    time, and the host searches the text. With `show`, which is called with the new tokens of all
+    rows, it runs one round at a time.
     """
     rounds = ROUNDS_PER_CALL if any(text.params.stop for text in texts) else ALL_ROUNDS
+    rounds = 1 if show else rounds
     running = run_rounds(state, texts, lambda state: decode_texts(decoder, state, texts, rounds))
-    return exhausted(running)
+    return exhausted(running, show)
 
 
 def run_adaptive(
@@ -96,13 +101,17 @@ def run_adaptive(
     return exhausted(run_rounds(state, texts, run)), calls
 
 
-def exhausted(rounds: Generator[Any, Any, DecodeState]) -> DecodeState:
-    """Returns the last state of `run_rounds`."""
+def exhausted(
+    rounds: Generator[list[NewTokens], Any, DecodeState], show: Show | None = None
+) -> DecodeState:
+    """Returns the last state of `run_rounds`; calls `show` with what it yields."""
     while True:
         try:
-            next(rounds)
+            pieces = next(rounds)
         except StopIteration as end:
             return end.value
+        if show:
+            show(pieces)
 
 
 def decode_texts(

@@ -45,9 +45,9 @@ def measure(bench: Bench, cell: Cell) -> tuple[dict[str, Any], list[dict[str, An
     served: dict[Cell, list[ServingRun]] = {each: [] for each in engines}
     for repeat in range(max(1, cell.repeats)):
         for each, engine in engines.items():
+            bench.steps(f"{each.label}: run {repeat + 1} of {max(1, cell.repeats)}")
             engine.forget_texts()  # those of the run before are the same
             served[each].append(serve(engine, workload))
-            print(f"{each.label}: run {repeat + 1}", flush=True)
     if program_cache.totals() != compiled:
         raise RuntimeError(f"{cell.label}: a timed run compiled, so its time is invalid")
     rows: dict[Cell, dict[str, Any]] = {}
