@@ -8,9 +8,13 @@ rerunning the command resumes an interrupted run.
 import collections
 import os
 import pathlib
+import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
+
+if __name__ == "__main__":  # the imports below take seconds, and an interrupt is no error
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
 
 import jax
 from rich.console import Console
@@ -140,7 +144,8 @@ def run(
     total = sum(known[cell].seconds for cell in pending)
     count = TextColumn("{task.fields[done]} of {task.fields[count]} cells")
     parts = (count, BarColumn(), TimeRemainingColumn(), TextColumn("left"))
-    with Progress(*parts, console=console) as progress:
+    prints_steps = isinstance(launcher, launchers.InProcess)
+    with Progress(*parts, console=console, disable=prints_steps) as progress:
         task = progress.add_task("", total=total, count=len(pending), done=0)
         for done, folder in enumerate(launcher.run(list(cells), limits, stop), 1):
             cell = cells[folder]
@@ -368,5 +373,15 @@ def _use_only_cpu(cells: Sequence[grid.Cell]) -> int:
     return needed
 
 
+def end(status: int) -> NoReturn:
+    """Exits; if the user stopped the run, without waiting for a cell in one of the threads."""
+    if status != INTERRUPTED:
+        sys.exit(status)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    end(main())

@@ -13,9 +13,7 @@ import pathlib
 import shutil
 import signal
 import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -171,35 +169,61 @@ class Local:
 
 
 class InProcess:
-    """The launcher's process: cells share models, prompts and programs, and have no limits."""
+    """The launcher's process: cells share models, prompts and programs, and have no limits.
 
-    ends_at_failure = False  # whether no cell runs after one that failed
+    Cells run in a thread, because Python handles signals between two instructions of the main
+    thread only, and a program compiles or runs for longer.
+
+    Attributes:
+      ends_at_failure: whether no cell runs after one that failed.
+      left_running: whether the user has stopped a cell, which runs until the process exits.
+    """
+
+    ends_at_failure = False
+
+    def __init__(self, make_bench: Callable[[pathlib.Path], Bench] = Bench):
+        """`make_bench` is called once, with the folder of chosen prompts."""
+        self.make_bench, self.left_running = make_bench, False
 
     def run(
         self, folders: Sequence[pathlib.Path], limits: Limits, stop: Stop
     ) -> Iterator[pathlib.Path]:
         """Yields the folders as their cells end."""
-        bench = Bench(folders[0].parent.parent / "prompts") if folders else None
-        threading.Thread(target=_exit_on_request, args=(stop,), daemon=True).start()
-        for folder in folders:
-            if stop.no_more:
+        bench = self.make_bench(folders[0].parent.parent / "prompts") if folders else None
+        for number, folder in enumerate(folders, 1):
+            if bench is None or stop.no_more:
                 return
-            succeeded = self.measure(folder, bench, limits)
+            bench.steps(f"cell {number} of {len(folders)}")
+            measured = self.start(folder, bench, limits)
+            while not measured.done():
+                if stop.now():
+                    self.left_running = True
+                    return
+                concurrent.futures.wait([measured], POLL_S)
+                bench.steps.tick()
+            succeeded = measured.result()
             yield folder
             if self.ends_at_failure and not succeeded:
                 return
 
-    def measure(self, folder: pathlib.Path, bench: Bench | None, limits: Limits) -> bool:
+    def start(
+        self, folder: pathlib.Path, bench: Bench, limits: Limits
+    ) -> concurrent.futures.Future[bool]:
+        """Starts `measure` in a thread, which does not keep the process alive."""
+        future: concurrent.futures.Future[bool] = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                future.set_result(self.measure(folder, bench, limits))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        return future
+
+    def measure(self, folder: pathlib.Path, bench: Bench, limits: Limits) -> bool:
         """Measures a cell; returns whether it succeeded."""
         return worker.measure_cell(folder, bench, limits.profile)
-
-
-def _exit_on_request(stop: Stop) -> None:
-    """Exits when the user stops the running cell."""
-    while not stop.now():
-        time.sleep(0.2)
-    print("finished cells are kept: rerun the command to resume", file=sys.stderr, flush=True)
-    os._exit(INTERRUPTED)
 
 
 class Ray:

@@ -66,7 +66,7 @@ class Leader(launchers.InProcess):
     ends_at_failure = True
     failed = False  # whether a cell failed in this process
 
-    def measure(self, folder: pathlib.Path, bench: Bench | None, limits: Limits) -> bool:
+    def measure(self, folder: pathlib.Path, bench: Bench, limits: Limits) -> bool:
         """Measures a cell on all processes; returns whether it succeeded."""
         prompts = folder.parent.parent / "prompts"
         message = {"cell": store.read_cell(folder), "prompts": str(prompts)}
@@ -86,6 +86,8 @@ def lead(launcher: Leader, launch: Callable[[], int]) -> int:
         _abandon(traceback.format_exc(), 1)
     if launcher.failed:
         _abandon("a cell failed: the run ends", status)
+    if launcher.left_running:
+        _abandon("the cell is stopped: the run ends", status)
     global_arrays.broadcast_from_rank0({"cell": None, "status": status})
     return status
 

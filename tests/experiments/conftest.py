@@ -10,7 +10,7 @@ import magicjax
 import models
 from experiments.prompts import corpus
 from experiments.report import page
-from experiments.runner import launchers, measure, worker, workload
+from experiments.runner import launchers, measure, workload
 from magicjax.decoding.counts import by_row
 from magicjax.decoding.stats import Stats, summed
 from models import DecoderConfig, Transformer, init_params
@@ -85,24 +85,20 @@ class ScriptedBench(workload.Bench):
         return SimpleNamespace(tokens=tokens, stats=stats, texts=texts, choice=None)
 
 
-class Here:
-    """A launcher that measures in this process, on one bench.
+class Here(launchers.InProcess):
+    """The launcher of this process.
 
     Attributes:
-      bench: None: each cell makes its own.
       before: called with each folder before its cell is measured.
     """
 
     def __init__(self, bench=None, before=lambda folder: None):
-        self.bench, self.before = bench, before
+        super().__init__(lambda folder: bench or workload.Bench(folder))
+        self.before = before
 
-    def run(self, folders, limits, stop):
-        for folder in folders:
-            if stop.no_more:
-                return
-            self.before(folder)
-            worker.measure_cell(folder, self.bench, limits.profile)
-            yield folder
+    def start(self, folder, bench, limits):
+        self.before(folder)
+        return super().start(folder, bench, limits)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import threading
 
 import pytest
 import yaml
@@ -321,6 +322,36 @@ def test_an_interrupted_run_reports_finished_cells_and_resumes(start, tmp_path):
     assert start(before=interrupt) == 130
     assert [row["draft"] for row in summary(tmp_path)] == ["none", "self", "small"]
     assert start() == 0 and len(summary(tmp_path)) == 6
+
+
+def test_a_run_that_is_stopped_in_a_cell_of_its_process_reports_finished_cells(
+    start, scripted, tmp_path, capsys
+):
+    stopped = threading.Event()
+
+    def stop(folder):
+        if len(folders(tmp_path, store.METRICS)) == 1:
+            launchers.signal.raise_signal(launchers.signal.SIGTERM)
+
+    def runs_for_long(cell):
+        if cell.draft == "small":
+            stopped.wait(60)
+
+    try:
+        assert start(bench=scripted(runs_for_long), before=stop) == 130
+    finally:
+        stopped.set()
+    assert [row["draft"] for row in summary(tmp_path)] == ["none", "self"]
+    assert "3 of 4 cells are still to do" in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_interrupt_during_the_imports_ends_without_a_traceback(tmp_path):
+    command = (sys.executable, "-X", "importtime", "-m", "experiments.launch", "none.yaml")
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        next(line for line in process.stderr if "numpy" in line)
+        process.send_signal(launchers.signal.SIGINT)
+        assert "Traceback" not in process.stderr.read()
+    assert process.returncode == 130
 
 
 def test_invalid_settings_end_with_status_2_and_a_message(tmp_path, capsys):
