@@ -22,9 +22,9 @@ setup: ## make .venv with all development packages
 	@tools/setup_env.sh .venv dev
 	@echo "Ready: source .venv/bin/activate"
 
-demo: ## compare speculative with plain decoding (downloads 1.6 GB); writes results/demo/
+demo: ## compare speculative with plain decoding (downloads 1.6 GB at most); writes results/demo/
 	@tools/setup_env.sh .venv experiments
-	@.venv/bin/python -m experiments.launch experiments/configs/demo.yaml
+	@.venv/bin/python -m experiments.demo $(ARGS)
 
 peers: ## compare with transformers, llama.cpp and OpenVINO; writes results/peers_llm/
 	@tools/setup_env.sh .venv experiments

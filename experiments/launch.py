@@ -26,6 +26,7 @@ from experiments.runner import estimates, launchers, multihost, preflight, prove
 from experiments.runner.cell_process import Limits
 from experiments.schema import columns, config, grid, store
 from experiments.schema.fields import ConfigError
+from experiments.schema.settings import columns_of
 from magicjax.files import locked
 from sharding import parse_mesh
 
@@ -55,9 +56,7 @@ class Grid:
         by_key = sorted(self.cells, key=lambda cell: self.folders[cell])  # mixes the methods
         mine = {*by_key[worker::workers]}
         self.share = [cell for cell in self.cells if cell in mine]
-        varied = [axis for axis in columns.AXES if axis not in labels.SIZES]
-        named = [axis for axis in varied if len({getattr(c, axis) for c in self.cells}) > 1]
-        self.labels = {cell: _label(cell, named) for cell in self.cells}
+        self.labels = _labels(self.cells)
 
     def state(self, cell: grid.Cell) -> str:
         """Returns "finished", "failed" or "to do"."""
@@ -109,10 +108,13 @@ class Grid:
         return set(stale)
 
 
-def _label(cell: grid.Cell, axes: Sequence[str]) -> str:
-    """Returns a cell's name with its values on some axes."""
-    settings = {axis: getattr(cell, axis) for axis in axes}
-    return ", ".join(filter(None, [cell.label, labels.describe(settings)]))
+def _labels(cells: Sequence[grid.Cell]) -> dict[grid.Cell, str]:
+    """Returns the name of each cell: its size, its method, and what else differs."""
+    settings = columns_of(config.Experiment).items()
+    rows = {cell: {column: getattr(cell, name) for name, column in settings} for cell in cells}
+    differ = [name for name in labels.group_columns([*rows.values()]) if name not in labels.SIZES]
+    others = {cell: labels.describe({n: row[n] for n in differ}) for cell, row in rows.items()}
+    return {cell: ", ".join(filter(None, [cell.label, others[cell]])) for cell in cells}
 
 
 def run(
@@ -249,10 +251,16 @@ def _console() -> Console:
     return console if console.is_terminal else Console(width=140, emoji=False)  # for log files
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None, launcher: launchers.InProcess | None = None
+) -> int:
     """Returns the exit status.
 
     0; 1 if a cell failed or is not exact; 2 for invalid settings; 130 if the user stopped the run.
+
+    Args:
+      arguments: None: those of the process.
+      launcher: replaces that of the experiment.
     """
     console = _console()
     try:
@@ -260,12 +268,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.argv[1:] if arguments is None else arguments, PROG
         )
         if not experiment.distributed:
-            return _launch(experiment, console)
+            return _launch(experiment, console, launcher)
         multihost.join(experiment)
         if jax.process_index() > 0:
             return multihost.follow()
-        launcher = multihost.Leader()
-        return multihost.lead(launcher, lambda: _launch(experiment, console, launcher))
+        leader = multihost.Leader()
+        return multihost.lead(leader, lambda: _launch(experiment, console, leader))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -277,13 +285,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _launch(
     experiment: config.Experiment,
     console: Console,
-    leader: launchers.Launcher | None = None,
+    launcher: launchers.InProcess | None = None,
 ) -> int:
-    """Returns the exit status of an experiment; `leader` runs cells in a multi-process run."""
+    """Returns the exit status of an experiment; `launcher` replaces the experiment's."""
     whole = Grid(experiment)
     store.check_folder(whole.directory, {folder.name for folder in whole.folders.values()})
     on_gpu = bool(launchers.gpus())
-    in_process = leader is not None or experiment.launcher == "in_process"
+    in_process = launcher is not None or experiment.launcher == "in_process"
     devices = 0 if in_process else _use_only_cpu(whole.cells)
     record = experiment.impossible == "record"
     whole.invalid = preflight.model_problems(whole.groups, record)
@@ -308,8 +316,8 @@ def _launch(
                 f"{whole.directory} is in use by another launcher: wait for it, or give another "
                 "--name"
             )
-        launcher = leader or launchers.make(experiment, devices)
-        return _measure(whole, console, launcher, known)
+        used = launcher or launchers.make(experiment, devices)
+        return _measure(whole, console, used, known)
 
 
 def _too_large(whole: Grid, gpu_processes: bool) -> dict[grid.Cell, str]:

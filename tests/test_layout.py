@@ -48,7 +48,7 @@ LEVELS = (
     ("experiments.report",),
     ("experiments.training",),
     ("experiments.launch",),
-    ("experiments.notebooks", "experiments.studies"),
+    ("experiments.demo", "experiments.notebooks", "experiments.studies"),
 )
 LEVEL = {unit: level for level, units in enumerate(LEVELS) for unit in units}
 

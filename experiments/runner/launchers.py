@@ -176,7 +176,7 @@ class InProcess:
 
     Attributes:
       ends_at_failure: whether no cell runs after one that failed.
-      left_running: whether the user has stopped a cell, which runs until the process exits.
+      left_running: whether the user has stopped a cell: its thread runs up to its next step.
     """
 
     ends_at_failure = False
@@ -197,7 +197,7 @@ class InProcess:
             measured = self.start(folder, bench, limits)
             while not measured.done():
                 if stop.now():
-                    self.left_running = True
+                    self.left_running = bench.steps.stopped = True
                     return
                 concurrent.futures.wait([measured], POLL_S)
                 bench.steps.tick()

@@ -53,19 +53,21 @@ def measure(
     prefill_compile_s, shared = 0.0, None
     batches = bench.batches(cell)
     for number, prompt_rows in enumerate(batches):
-        of_all = f" of prompts {number + 1} of {len(batches)}" if len(batches) > 1 else ""
+        which = f", prompts {number + 1} of {len(batches)}" if len(batches) > 1 else ""
         shared = None  # frees the caches of the last batch
         of_batch = {each: _with_own_seed(each, number) for each in outputs}
-        bench.steps(f"batch {cell.batch}, context {cell.context}: prefill{of_all}")
+        bench.steps(f"batch {cell.batch}, context {cell.context}: prefill{which}")
+        shown = streams and number == 0
+        if shown:
+            bench.steps.text(f"… {bench.end_of_prompt(cell)}\n")
         shared = bench.runs(list(of_batch.values()), prompt_rows)
         prefill_compile_s += shared.compile_s
         parts: dict[Cell, list] = {each: [] for each in outputs}
         for repeat in range(cell.repeats + 1):
+            run = f"timed run {repeat} of {cell.repeats}" if repeat else "compiling, first run"
             for each in outputs:
-                run = f"timed run {repeat} of {cell.repeats}" if repeat else "compiling, first run"
-                bench.steps(f"{each.label}: {run}{of_all}")
-                shown = streams and not (number or repeat)
-                parts[each].append(shared.run(of_batch[each], shown))
+                bench.steps(f"{each.label}: {run}{which}")
+                parts[each].append(shared.run(of_batch[each], shown and repeat == 0))
         for each, of_cell in parts.items():
             outputs[each].append(of_cell)
     assert shared is not None  # a cell has at least one batch

@@ -2,19 +2,27 @@
 
 import time
 
+BEGAN = time.monotonic()  # of the process, as this module imports nothing
 QUIET_S = 10.0  # the longest time without a line, where `tick` is called
 
 
 class Steps:
-    """Prints a line when a step begins, and further ones while it lasts if `tick` is called."""
+    """Prints a line when a step begins, and further ones while it lasts if `tick` is called.
+
+    Attributes:
+      stopped: whether no further step may begin.
+    """
 
     def __init__(self) -> None:
-        self._began = self._printed = time.monotonic()
+        self.stopped = False
+        self._printed = BEGAN
         self._step = ""
         self._line_is_open = False
 
     def __call__(self, step: str) -> None:
-        """Begins a step."""
+        """Begins a step; raises KeyboardInterrupt if the user has stopped the run."""
+        if self.stopped:
+            raise KeyboardInterrupt
         self._step = step
         self._print(step)
 
@@ -33,5 +41,5 @@ class Steps:
         self._printed = time.monotonic()
         end_of_text = "\n" * self._line_is_open
         self._line_is_open = False
-        seconds = self._printed - self._began
+        seconds = self._printed - BEGAN
         print(f"{end_of_text}[{seconds:4.0f} s] {line}", flush=True)

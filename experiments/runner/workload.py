@@ -29,6 +29,7 @@ from magicjax.decoding import footprint, memory, program_cache
 from magicjax.decoding.paired_timing import PrefilledPrompts
 from magicjax.decoding.preparation import prepare
 from magicjax.decoding.request import Request, RequestOptions
+from magicjax.decoding.rounds import Show, exhausted
 from magicjax.decoding.stats import summed
 from magicjax.files import locked, write_atomically
 from magicjax.loading import skeleton
@@ -37,6 +38,7 @@ from magicjax.prediction import choosing
 from magicjax.sources import Source
 from sharding import global_arrays
 
+SHOWN_CHARACTERS = 200  # of a prompt
 MEMORY_SHARE = 0.7  # of a device's memory, for the weights of a model that reads a text
 
 
@@ -141,6 +143,12 @@ class Bench:
         text = itertools.takewhile(lambda token: token not in target.eos_token_ids, tokens)
         return target.tokenizer.decode(list(text), skip_special_tokens=True)
 
+    def end_of_prompt(self, cell: Cell) -> str:
+        """Returns the last words of a cell's first prompt."""
+        tokenizer = self.target_of(cell).tokenizer
+        text = tokenizer.decode(self.prompts(cell)[0], skip_special_tokens=True)
+        return text[-SHOWN_CHARACTERS:].strip()
+
     def _chosen(self, cell: Cell) -> list[Prompt]:
         """Returns the prompts of a cell."""
         candidates = self._candidates(cell)
@@ -201,8 +209,13 @@ class Bench:
 
         return self._once(("candidates", cell.target, *_prompt_settings(cell)), make)
 
-    def run(self, cell: Cell, rows: np.ndarray | None = None) -> Any:
-        """Returns the output of the cell's call of `generate`, on its group's prompts or `rows`."""
+    def run(self, cell: Cell, rows: np.ndarray | None = None, show: Show | None = None) -> Any:
+        """Returns the output of the cell's call of `generate`, on its group's prompts or `rows`.
+
+        `show` is that of `rounds.exhausted`; the call is then one of `stream`.
+        """
+        if show:
+            return exhausted(generation.run_stream(*self.call(cell, rows)), show)
         return generation.run(*self.call(cell, rows))
 
     def runs(self, cells: Sequence[Cell], rows: np.ndarray) -> "Runs":
@@ -294,13 +307,13 @@ class Runs:
         return requests if len(capacities) == 1 else {}
 
     def run(self, cell: Cell, streams: bool = False) -> Any:
-        """Returns the cell's output; `streams`: prints the first row's text as it is decoded.
+        """Returns the cell's output.
 
-        A run that streams has other times. Runs without a shared prefill do not stream.
+        With `streams` it prints the first row's text as it is decoded, and the times are others.
         """
-        if self._prefilled is None:
-            return self.bench.run(cell, self.rows)
         show = (lambda rows: self.bench.steps.text(rows[0].text or "")) if streams else None
+        if self._prefilled is None:
+            return self.bench.run(cell, self.rows, show)
         output, self._prefilled = self._prefilled.generate(self._requests[cell], show)
         return output
 

@@ -101,10 +101,8 @@ def run_adaptive(
     return exhausted(run_rounds(state, texts, run)), calls
 
 
-def exhausted(
-    rounds: Generator[list[NewTokens], Any, DecodeState], show: Show | None = None
-) -> DecodeState:
-    """Returns the last state of `run_rounds`; calls `show` with what it yields."""
+def exhausted[T](rounds: Generator[list[NewTokens], Any, T], show: Show | None = None) -> T:
+    """Returns what the rounds return, such as the last state; calls `show` with each yield."""
     while True:
         try:
             pieces = next(rounds)

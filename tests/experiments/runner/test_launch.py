@@ -342,6 +342,7 @@ def test_a_run_that_is_stopped_in_a_cell_of_its_process_reports_finished_cells(
     finally:
         stopped.set()
     assert [row["draft"] for row in summary(tmp_path)] == ["none", "self"]
+    assert not folders(tmp_path, store.FAILURE)
     assert "3 of 4 cells are still to do" in " ".join(capsys.readouterr().out.split())
 
 
