@@ -2,7 +2,8 @@
 
 The first run of each compiles, and is not timed. A cell with repeats=0 has no other runs. After the
 timed runs one more is traced. Batches of different prompts are measured one after the other, and
-their runs are added.
+their runs are added; nothing compiles for the later ones, whose first timed run counts as the first
+run, too.
 """
 
 import dataclasses
@@ -63,13 +64,14 @@ def measure(
         shared = bench.runs(list(of_batch.values()), prompt_rows)
         prefill_compile_s += shared.compile_s
         parts: dict[Cell, list] = {each: [] for each in outputs}
-        for repeat in range(cell.repeats + 1):
+        first = 1 if number and cell.repeats else 0
+        for repeat in range(first, cell.repeats + 1):
             run = f"timed run {repeat} of {cell.repeats}" if repeat else "compiling, first run"
             for each in outputs:
                 bench.steps(f"{each.label}: {run}{which}")
                 parts[each].append(shared.run(of_batch[each], shown and repeat == 0))
         for each, of_cell in parts.items():
-            outputs[each].append(of_cell)
+            outputs[each].append(of_cell[:1] * first + of_cell)
     assert shared is not None  # a cell has at least one batch
     # Of each repeat, the run over all batches.
     repeats = {each: list(zip(*batches, strict=True)) for each, batches in outputs.items()}

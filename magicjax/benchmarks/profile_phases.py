@@ -153,7 +153,7 @@ def trace_request(
         # The first run of a program loads kernels, which would count as host time.
         state = prefilled.reset(decoder.decode(state, 1)).start(decoder)
     jax.block_until_ready(state)
-    state, data, raw_trace = traced(lambda: decoder.decode(state, rounds))
+    state, data, raw_trace = traced(lambda: decoder.decode(state, rounds), folder is not None)
     wall_s = decoder.clock.newest_s
     match = re.match(r"HloModule ([\w.\-]+)", text)
     events = events_of(data, match[1] if match else "", jax.default_backend() == "cpu")
@@ -173,8 +173,8 @@ def trace_request(
     )
 
 
-def traced(run: Callable[[], Any]) -> tuple[Any, ProfileData, dict[str, Any]]:
-    """Returns the result of `run`, which is traced, and the trace, also as JSON."""
+def traced(run: Callable[[], Any], as_json: bool) -> tuple[Any, ProfileData, dict[str, Any]]:
+    """Returns the result of `run`, which is traced, and the trace; {} unless also `as_json`."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # Python calls would fill most of a CPU's trace
     with tempfile.TemporaryDirectory() as folder:
@@ -185,7 +185,7 @@ def traced(run: Callable[[], Any]) -> tuple[Any, ProfileData, dict[str, Any]]:
         return (
             result,
             ProfileData.from_file(str(data)),
-            json.loads(gzip.decompress(raw.read_bytes())),
+            json.loads(gzip.decompress(raw.read_bytes())) if as_json else {},
         )
 
 
