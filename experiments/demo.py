@@ -65,12 +65,13 @@ def choose(memory_gb: float | None, disk_gb: float) -> tuple[Size, str]:
       memory_gb: free memory; None if it is unknown.
       disk_gb: free on the disk of the models.
     """
-    needed_gb, disk_needed_gb = LARGE.memory_gb, COPIES * LARGE.download_gb
-    fits = (memory_gb is None or memory_gb >= needed_gb) and disk_gb >= disk_needed_gb
-    needs = f"needs {needed_gb:.1f} GB of memory and {disk_needed_gb:.1f} GB of disk for downloads"
+    disk_needed_gb = COPIES * LARGE.download_gb
+    needs = f"needs {LARGE.memory_gb:.1f} GB of memory"
+    if disk_needed_gb:
+        needs += f" and {disk_needed_gb:.1f} GB of disk to download"
     memory = "an unknown amount" if memory_gb is None else f"{memory_gb:.1f} GB"
-    free = f"{memory} and {disk_gb:.1f} GB are free"
-    if fits:
+    free = f"{memory} of memory and {disk_gb:.1f} GB of disk are free"
+    if (memory_gb is None or memory_gb >= LARGE.memory_gb) and disk_gb >= disk_needed_gb:
         return LARGE, f"{LARGE.models[0]}, which {needs}: {free}"
     return SMALL, f"{SMALL.models[0]}, because {LARGE.models[0]} {needs}: {free}"
 
@@ -103,7 +104,8 @@ def main(arguments: Sequence[str]) -> int:
     memory = offloading.free_host_memory()
     size, reason = choose(None if memory is None else memory / 1e9, free_disk_gb())
     steps(f"model: {reason}")
-    steps(f"downloading {1e3 * size.download_gb:,.0f} MB, checking models and settings")
+    download = f"downloading {1e3 * size.download_gb:,.0f} MB, " if size.download_gb else ""
+    steps(f"{download}checking models and settings")
     words = [os.path.relpath(CONFIGS / size.config), "--fresh", *arguments]
     bench = functools.partial(workload.Bench, steps=steps, streams=True)
     status = launch.main(words, launchers.InProcess(bench))

@@ -200,7 +200,7 @@ def _report(whole: Grid, console: Console, rows: list[dict[str, Any]]) -> None:
     rows = answer.with_intervals(results.cells)
     for sentence in answer.sentences(rows):
         console.print(sentence, markup=False, highlight=False)
-    console.print(terminal.table(rows, title=whole.experiment.name))
+    console.print(terminal.table(rows, whole.experiment.name, console.width))
     for line in (*terminal.LEGEND, *terminal.notes(rows)):
         console.print(line, markup=False)
     console.print(f"wrote {whole.directory}: summary.csv, {page.PAGE}, cells/", markup=False)

@@ -38,13 +38,15 @@ FORMATS = {
     "TPOT p95": ("tpot_ms_p95", "{:.1f} ms"),
     "goodput": ("goodput", "{:.2f}/s"),
 }
+WIDE = 110  # characters of a terminal with all columns
+DETAILS = ("accepted", "agree", "repeated")
 ABOVE_MEASURED = "more than the measured bandwidth: the cache of the CPU holds part of the data"
 
 
-def table(rows: list[dict[str, Any]], title: str) -> Table:
+def table(rows: list[dict[str, Any]], title: str, width: int = WIDE) -> Table:
     """Returns the launcher's table of rows with intervals, one section per group.
 
-    `LEGEND` explains it.
+    `LEGEND` explains it. A terminal of less than `WIDE` characters has no room for `DETAILS`.
     """
     out = Table(title=title)
     out.add_column("method", overflow="fold")
@@ -53,6 +55,8 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
     formats = {name: pair for name, pair in FORMATS.items() if pair[0] in {*known, "decode_tok_s"}}
     if not any(row["ties"] for row in rows):
         formats.pop("ties", None)
+    if width < WIDE:
+        formats = {name: pair for name, pair in formats.items() if name not in DETAILS}
     for heading in formats:
         out.add_column(heading, justify="right", no_wrap=True)
     for i, row in enumerate(rows):

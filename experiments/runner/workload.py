@@ -31,6 +31,7 @@ from magicjax.decoding.preparation import prepare
 from magicjax.decoding.request import Request, RequestOptions
 from magicjax.decoding.rounds import Show, exhausted
 from magicjax.decoding.stats import summed
+from magicjax.decoding.text import NewTokens
 from magicjax.files import locked, write_atomically
 from magicjax.loading import skeleton
 from magicjax.parallel import offloading
@@ -38,7 +39,7 @@ from magicjax.prediction import choosing
 from magicjax.sources import Source
 from sharding import global_arrays
 
-SHOWN_CHARACTERS = 200  # of a prompt
+SHOWN_CHARACTERS = 120  # of a prompt
 MEMORY_SHARE = 0.7  # of a device's memory, for the weights of a model that reads a text
 
 
@@ -311,10 +312,19 @@ class Runs:
 
         With `streams` it prints the first row's text as it is decoded, and the times are others.
         """
-        show = (lambda rows: self.bench.steps.text(rows[0].text or "")) if streams else None
+        texts: list[str] = []
+
+        def show(rows: Sequence[NewTokens]) -> None:
+            texts.append(rows[0].text or "")
+            if len(texts) == 2:  # the loop compiles after the first piece, that of the prefill
+                self.bench.steps.text(texts[0])
+            if len(texts) > 1:
+                self.bench.steps.text(texts[-1])
+
+        shown = show if streams else None
         if self._prefilled is None:
-            return self.bench.run(cell, self.rows, show)
-        output, self._prefilled = self._prefilled.generate(self._requests[cell], show)
+            return self.bench.run(cell, self.rows, shown)
+        output, self._prefilled = self._prefilled.generate(self._requests[cell], shown)
         return output
 
     def trace(self, cell: Cell, folder: pathlib.Path | None) -> profile_phases.Phases:

@@ -1,10 +1,12 @@
 """The report of a folder of results: finished cells, and failed ones."""
 
+import io
 import json
 import re
 import shutil
 
 import pytest
+from rich.console import Console
 
 from experiments.report import answer, page, ranking, results_folder, terminal
 from experiments.schema import config, grid, store
@@ -211,3 +213,12 @@ def change(folder, what, **columns):
             metrics = cell.metrics | {"row": cell.metrics["row"] | columns}
             metrics |= {name: columns[name] for name in cell.metrics if name in columns}
             store.write_json(cell.folder / store.METRICS, metrics)
+
+
+def test_a_narrow_terminal_shows_the_method_without_details(tmp_path):
+    rows = answer.with_intervals(results_folder.read(fill(tmp_path, failed={})).cells)
+    for width, details in ((80, 0), (140, 1)):
+        console = Console(width=width, file=io.StringIO())
+        console.print(terminal.table(rows, "mine", width))
+        text = console.file.getvalue()
+        assert text.count("accepted") == details and text.count("self:streaming") >= 8
