@@ -91,7 +91,9 @@ def summary(directory: pathlib.Path) -> list[str]:
         if one.best is None or not one.timed:
             result = "no method has a result"
         elif one.best["speedup"] > 1:
-            result = f"{one.best['speedup']:.2f} times faster, same text ({one.best['method']})"
+            times = labels.with_interval(one.best, "speedup")
+            doubt = ", undecided, because the interval contains 1" * one.unclear
+            result = f"{times} times faster, same text{doubt} ({one.best['method']})"
         else:
             result = "no method is faster"
         lines.append(f"{labels.describe(one.group)}: {result}")

@@ -24,6 +24,7 @@ PARTS = {
 AXES = ("context", "batch", "slots", "rate")
 SPEEDUP = "speedup over plain decoding"
 WIDTH, HEIGHT = 230, 180  # of a panel, in pixels
+LONG_NAME = 40  # characters of a method's name, with which two panels do not fit side by side
 LEGEND = alt.Legend(orient="bottom", direction="vertical", columns=2, labelLimit=0)
 CHOSEN = alt.selection_point(name="chosen", fields=["method"], bind="legend")
 
@@ -102,12 +103,14 @@ def phases(rows: Rows) -> Chart:
     ]
     scale = alt.Scale(domain=names, range=colours)
     legend = alt.Legend(orient="bottom")
+    methods = _methods(rows)
+    columns = 2 if max(map(len, methods)) <= LONG_NAME else 1
     bars = (
         alt.Chart()
         .mark_bar()
         .encode(
             x=alt.X("ms:Q", stack="normalize", axis=alt.Axis(format="%"), title="time of a round"),
-            y=alt.Y("method:N", sort=_methods(rows), title=None),
+            y=alt.Y("method:N", sort=methods, title=None, axis=alt.Axis(labelLimit=0)),
             color=alt.Color("phase:N", scale=scale, title=None, legend=legend),
             order=alt.Order("rank:Q"),
             tooltip=_tooltip("method", "phase", "ms"),
@@ -115,7 +118,9 @@ def phases(rows: Rows) -> Chart:
         .transform_calculate(rank=f"indexof({list(names)}, datum.phase)")
     )
     bars = bars.properties(width=WIDTH, height=alt.Step(18))
-    return _in_panels(bars, shown, "Phases of a round, in one traced run of each cell", 2, "y")
+    return _in_panels(
+        bars, shown, "Phases of a round, in one traced run of each cell", columns, "y"
+    )
 
 
 def _described(rows: Rows, columns: Sequence[str]) -> list[str]:
