@@ -2,7 +2,8 @@
 
 XLA's CUDA compiler or libtpu compile the programs, prefill and decoding, for those devices. They
 come in wheels, which the command downloads into a separate folder: if they were installed, every
-import of JAX would look for devices. Without the wheels, sizes are estimated from shapes.
+import of JAX would look for devices. Without the wheels, and for a CPU, sizes are estimated from
+shapes.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from sharding import MeshSize, parse_mesh
 
 GB = 1e9
 USABLE = 0.95  # the remainder is for the CUDA context, NCCL's buffers and fragmentation
+USABLE_OF_CPU = 0.75  # the remainder is for the system and other programs
 DOES_NOT_FIT = 3
 CUDA_WHEELS = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
 
@@ -62,7 +64,8 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--device",
         required=True,
-        help=f"{', '.join(cost_model.DEVICES)}, or the path of a GPU's description",
+        help=f"{', '.join(cost_model.DEVICES)}, the path of a GPU's description, or cpu:16 for a "
+        "CPU with 16 GiB of memory",
     )
     parser.add_argument(
         "--mesh",
@@ -116,7 +119,9 @@ def run(arguments: argparse.Namespace) -> int:
     load = aot_compile.AotWorkload(**values | mesh._asdict())
     counted = memory_estimate.count(load)
     compiled, reason, memory = None, "--analytic", targets.memory_bytes(load.device)
-    if not arguments.analytic:
+    if targets.is_cpu(load.device):
+        reason = "for a CPU"
+    elif not arguments.analytic:
         if counted.resident > memory:
             reason = "weights and caches exceed the memory"
         else:
@@ -134,7 +139,10 @@ def summary(load: Any, counted: Any, compiled: dict | None, memory: int) -> dict
     `counted` is the `MemoryEstimate` of the `AotWorkload`, `compiled` is the report of its
     compilation, and `memory` the bytes of a device.
     """
+    from magicjax.prediction.aot import targets
+
     own, request = counted.footprint, counted.request
+    share = USABLE_OF_CPU if targets.is_cpu(load.device) else USABLE
     temporary = {name: getattr(counted, name) for name in ("prefill", "init", "decode")}
     if compiled is not None:
         # Temporaries include streamed layers, which do not grow with the rows.
@@ -143,7 +151,7 @@ def summary(load: Any, counted: Any, compiled: dict | None, memory: int) -> dict
             for name, program in compiled.items()
         }
     total = counted.resident + max(temporary.values())
-    usable = int(USABLE * memory)
+    usable = int(share * memory)
     max_context = largest(
         range(1, counted.positions + 1),
         usable,

@@ -57,7 +57,8 @@ class AotWorkload:
       batch: rows on all devices.
       context: tokens per row, including new ones.
       max_tokens: new tokens per row.
-      device: a name in `targets.GPUS` or `targets.TPUS`, or the path of a GPU's description.
+      device: a name in `targets.GPUS` or `targets.TPUS`, the path of a GPU's description, or a CPU
+        with its memory, `cpu:16`.
       data, model, stage: sizes of the mesh.
       micro_batches: number of micro-batches on a mesh with stages; None: the fastest number.
       backend: attention backend; None: the default on the device.
@@ -91,10 +92,11 @@ def abstract_model(
     dtype: str,
     shards: int | None = None,
     offload: bool = False,
+    packed: bool = False,
     **options: Any,
 ) -> Model:
     """Returns a model whose parameters are shapes."""
-    model = skeleton(source, dtype, packed=False, shards=shards, offload=offload, **options)
+    model = skeleton(source, dtype, packed=packed, shards=shards, offload=offload, **options)
     params = nn.meta.unbox(model.layout.abstract_params(model.module))
     return dataclasses.replace(model, params=params)
 
@@ -106,7 +108,8 @@ def abstract_request(load: AotWorkload, mesh: AnyMesh) -> Request:
       ValueError: the workload is invalid, or its sizes do not divide over the mesh.
     """
     _check(load)
-    model = functools.partial(abstract_model, dtype=load.dtype)
+    packed = targets.is_cpu(load.device)
+    model = functools.partial(abstract_model, dtype=load.dtype, packed=packed)
     small = functools.partial(model, shards=load.draft_shards)
     drafter = make_drafter(load.drafter, small) if load.drafter else None
     if load.draft_shards is not None and not placement.models_of(drafter):
@@ -165,6 +168,10 @@ def _check(load: AotWorkload) -> None:
     if load.context <= load.max_tokens:
         raise ValueError(f"context={load.context} must be larger than max_tokens={load.max_tokens}")
     targets.memory_bytes(load.device)  # raises for an unknown device
+    if targets.is_cpu(load.device) and (load.offload or load.mesh_size.devices > 1):
+        raise ValueError(
+            f"device={load.device} is one device, whose memory is the host's: omit offload and mesh"
+        )
     if load.offload and targets.is_tpu(load.device):
         raise ValueError(
             "offload=True cannot be compiled for a TPU that is not attached: use quantized "

@@ -1,6 +1,7 @@
-"""The devices that programs can be compiled for without being present: GPUs and TPUs.
+"""The devices that workloads can be counted or compiled for without being present.
 
-A GPU is described by a file in XLA's format. libtpu knows TPUs by the name of a topology.
+A GPU is described by a file in XLA's format. libtpu knows TPUs by the name of a topology. A CPU has
+a size of memory only: nothing is compiled for it.
 """
 
 import pathlib
@@ -19,6 +20,7 @@ from pallas_kernels.tpu import attention as tpu_attention
 from sharding import MeshSize, make_mesh
 
 GPUS = {path.stem: path for path in (pathlib.Path(__file__).with_name("devices")).glob("*.txtpb")}
+CPU = re.compile(r"cpu:([1-9]\d*)")  # with so many GiB of memory
 MAJOR = re.compile(r"cuda_compute_capability\s*\{\s*major:\s*(\d+)\b")
 
 
@@ -58,11 +60,16 @@ def is_tpu(device: str) -> bool:
     return device.lower() in TPUS
 
 
+def is_cpu(device: str) -> bool:
+    """Returns whether a device is a CPU with its memory in GiB, such as `cpu:16`."""
+    return CPU.fullmatch(device.lower()) is not None
+
+
 def description(device: str) -> str:
     """Returns XLA's description of a GPU: one of `GPUS`, or a file in the same format.
 
     Raises:
-      ValueError: the device is unknown, or a TPU.
+      ValueError: the device is unknown, a TPU or a CPU.
     """
     if device.lower() in GPUS:
         return GPUS[device.lower()].read_text()
@@ -70,8 +77,8 @@ def description(device: str) -> str:
         return pathlib.Path(device).read_text()
     known = sorted([*GPUS, *TPUS])
     raise ValueError(
-        f"device={device} is unknown: use {', '.join(known)}, or the path of a description, "
-        f"NAME.txtpb{did_you_mean(device, known)}"
+        f"device={device} is unknown: use {', '.join(known)}, cpu:16 for a CPU with 16 GiB, or the "
+        f"path of a description, NAME.txtpb{did_you_mean(device, known)}"
     )
 
 
@@ -83,6 +90,8 @@ def memory_bytes(device: str) -> int:
     """
     if is_tpu(device):
         return TPUS[device.lower()].memory
+    if cpu := CPU.fullmatch(device.lower()):
+        return int(cpu[1]) << 30
     match = re.search(r"device_memory_size: (\d+)", description(device))
     if match is None:
         raise ValueError(f"device={device} has no device_memory_size: add it to its description")
@@ -98,7 +107,7 @@ def unsupported_reason(backend: str, device: str) -> str | None:
     if backend == "tpu":
         return None if is_tpu(device) else f"backend=tpu needs a TPU, not {device}"
     if kernel := MOSAIC.get(backend):
-        major = None if is_tpu(device) else MAJOR.search(description(device))
+        major = None if is_tpu(device) or is_cpu(device) else MAJOR.search(description(device))
         if major is None or int(major[1]) != kernel.major:
             return f"backend={backend} needs {kernel.devices}, not {device}"
     return None
@@ -106,6 +115,8 @@ def unsupported_reason(backend: str, device: str) -> str | None:
 
 def best_backend(device: str, dtype: jnp.dtype, head_dim: int) -> str:
     """Returns the attention backend that is the default on a device, if it is right there."""
+    if is_cpu(device):
+        return "cpu"
     kernels = {
         name: mosaic.unsupported_reason(kernel, dtype, head_dim) for name, kernel in MOSAIC.items()
     }

@@ -154,6 +154,12 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 host_link=32 * GB,
                 collective_seconds=PCIE_COLLECTIVE,
             ),
+            # L4: 300 GB/s, 121 TFLOP/s without sparsity, PCIe 4.0 x16.
+            Device(
+                *("l4", 300 * GB, 121e12, 24 * GB, 32 * GB),
+                host_link=32 * GB,
+                collective_seconds=PCIE_COLLECTIVE,
+            ),
             # A10: 600 GB/s, 125 TFLOP/s, PCIe 4.0 x16.
             Device(
                 *("a10", 600 * GB, 125e12, 24 * GB, 32 * GB),

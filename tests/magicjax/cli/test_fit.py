@@ -26,7 +26,10 @@ def test_a_workload_that_does_not_fit_exits_with_3_and_reports_the_missing_memor
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--device", "b300"], "--device b300 is unknown: use a10, a100, b200, h100, h200, l40"),
+        (
+            ["--device", "b300"],
+            "--device b300 is unknown: use a10, a100, b200, h100, h200, l4, l40",
+        ),
         (["--mesh", "model=3"], "does not divide the model"),
         (["--mesh", "pipe=3"], "'pipe=3' is not a valid mesh: use stage=2,data=2,model=2"),
         (["--batch", "0"], "--batch 0 must be at least 1"),
@@ -51,6 +54,14 @@ def test_without_the_compiler_the_report_is_an_estimate(run, monkeypatch):
     assert code == 0 and "the compiler cannot be downloaded: no network" in out
     found = json.loads(run("fit", "--target", "llama-3.2-1b", *LOAD, "--json")[1])
     assert found["workload"]["weights"] is None
+
+
+def test_a_cpu_is_counted_from_shapes_and_leaves_memory_to_other_programs(run, monkeypatch):
+    monkeypatch.setattr(fit, "_compile_apart", lambda load: pytest.fail("compiled"))
+    load = ["--batch", "1", "--context", "8k", "--device", "cpu:16", "--json"]
+    found = json.loads(run("fit", "--target", "llama-3.2-1b", *load)[1])
+    assert found["workload"]["backend"] == "cpu" and "for a CPU" in found["estimate"]
+    assert found["bytes on each device"]["usable"] == int(fit.USABLE_OF_CPU * (16 << 30))
 
 
 def test_what_exceeds_the_memory_is_not_compiled(run, monkeypatch):

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import pytest
 
+from magicjax.decoding.decoder import Decoder
 from magicjax.prediction.aot import aot_compile
 from magicjax.sources import Source
 from sharding import abstract_mesh
@@ -34,7 +35,7 @@ def test_a_request_of_a_large_model_has_only_shapes():
     assert request.settings.backend == "mosaic"
     leaves = jax.tree.leaves(request.target.params)
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
-    state = aot_compile.state_shapes(request)
+    state = Decoder(request).state_shapes()
     slots = request.settings.capacity
     assert 32768 <= slots < 32768 + 128
     assert state.cache.k[0].shape == (16, 8, slots, 64) and len(state.cache.k) == 16
@@ -88,8 +89,11 @@ def test_quantized_matrices_of_targets_and_drafts_are_sought(changes, has_quanti
         (dict(data=3), "16 prompts do not divide over data=3"),
         (
             dict(device="b300"),
-            "device=b300 is unknown: use a10, a100, b200, h100, h200, l40, l40s, t4, tpu7x, v5e, ",
+            "device=b300 is unknown: use a10, a100, b200, h100, h200, l4, l40, l40s, t4, tpu7x, ",
         ),
+        (dict(device="cpu"), "device=cpu is unknown"),
+        (dict(device="cpu:16", offload=True), "is one device, whose memory is the host's"),
+        (dict(device="cpu:16", data=2), "omit offload and mesh"),
         (dict(drafter="prompt-lookup:4:kv_dtype=int8"), "'kv_dtype' is not an option of"),
         (dict(target="llama-9"), "llama-9"),
     ],
@@ -111,6 +115,7 @@ def test_an_invalid_workload_is_refused(changes, message):
         ("a100", {}, "mosaic_sm80"),
         ("l40s", {}, "mosaic_sm80"),
         ("b200", {}, "xla"),
+        ("cpu:16", {}, "cpu"),
         ("h100", dict(backend="xla"), "xla"),
     ],
 )
