@@ -3,6 +3,7 @@
 They run in the slow suite only.
 """
 
+import importlib.metadata
 import json
 import pathlib
 import re
@@ -72,6 +73,30 @@ def test_the_first_cell_finds_the_clone_from_any_folder_of_it(clone):
             check=True,
         )
         assert ran.stdout.split() == [str(clone), str(clone)]
+
+
+def test_the_first_cell_asks_for_a_restart_if_it_replaces_jax(tmp_path, monkeypatch):
+    versions = iter(["0.7.2", "0.12.0", "0.12.0", "0.12.0"])
+    commands = []
+
+    def run(command, **options):
+        commands.append(command)
+        (tmp_path / "magicjax").mkdir(exist_ok=True)
+
+    monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Interactive")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: next(versions))
+    with pytest.raises(SystemExit, match="JAX 0.7.2 is replaced by 0.12.0. Restart the session"):
+        exec(first_cell(), {})
+    exec(first_cell(), {})  # after the restart, in the same folder
+    assert [command[0] for command in commands] == ["git", sys.executable, sys.executable]
+    assert pathlib.Path.cwd() == tmp_path / "magicjax" == pathlib.Path(sys.path[0])
+
+
+def test_all_notebooks_have_the_same_first_cell():
+    assert len({nbformat.read(path, 4).cells[1].source for path in running.find()}) == 1
 
 
 # The command
