@@ -82,6 +82,14 @@ def test_a_stale_table_and_a_broken_block_are_found(tmp_path):
         example.evaluate()
 
 
+def test_a_table_across_the_values_of_a_column(tmp_path):
+    (tmp_path / "a.csv").write_text("m,k,x\nb,one,1\nb,two,2\na,one,3\n")
+    request = "a.csv | columns: m as method, k, x as y | across: k"
+    table = f"<!-- table: {request} -->\n{{}}<!-- end of table -->"
+    rows = "| method | y, one | y, two |\n| --- | --- | --- |\n| b | 1 | 2 |\n| a | 3 |  |\n"
+    assert markdown.updated(table.format(""), tmp_path) == table.format(rows)
+
+
 def test_documents_are_short():
     assert len((ROOT / "README.md").read_bytes()) <= 8_000
     assert len((ROOT / "ARCHITECTURE.md").read_bytes()) <= 10_000

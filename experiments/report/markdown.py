@@ -5,8 +5,10 @@
     <!-- table: experiments/results/demo.csv | columns: batch, tau as τ | where: batch == 4 -->
     <!-- end of table -->
 
-by a table of the file, a CSV or a JSON object with `rows`. `columns` and `where` are optional;
-`where` is an expression of `pandas.DataFrame.query`. Paths are relative to the working directory.
+by a table of the file, a CSV or a JSON object with `rows`. `columns`, `where` and `across` are
+optional; `where` is an expression of `pandas.DataFrame.query`. With `columns: method, kind, tok_s`
+and `across: kind`, the last column becomes one for each value of `kind`. Paths are relative to the
+working directory.
 """
 
 import argparse
@@ -24,14 +26,14 @@ def updated(text: str, folder: pathlib.Path = pathlib.Path()) -> str:
     """Returns the document with the current contents of its tables.
 
     Raises:
-      ValueError: a table names an unknown column, or has no rows.
+      ValueError: a table names an unknown column, has no rows, or several for a cell of `across`.
       OSError: its file cannot be read.
     """
     return BLOCK.sub(lambda match: match[1] + _table(match[2], folder) + match[3], text)
 
 
 def _table(request: str, folder: pathlib.Path) -> str:
-    path, *parts = re.split(r"\s*\|\s*(columns|where):\s*", request)
+    path, *parts = re.split(r"\s*\|\s*(columns|where|across):\s*", request)
     options = dict(zip(parts[::2], parts[1::2], strict=True))
     text = (folder / path).read_text()
     rows = (
@@ -49,9 +51,19 @@ def _table(request: str, folder: pathlib.Path) -> str:
             raise ValueError(f"table {path}: unknown columns {missing}; it has {list(rows)}")
         rows = rows[[name for name, _, _ in columns]]
         rows = rows.set_axis([heading or name for name, _, heading in columns], axis=1)
+    if "across" in options:
+        rows = _across(rows, options["across"])
     cells = zip(*(_texts(rows.iloc[:, i]) for i in range(rows.shape[1])), strict=True)
     lines = [list(rows), ["---"] * rows.shape[1], *cells]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _across(rows: pd.DataFrame, across: str) -> pd.DataFrame:
+    """Returns the rows with one column for each value of `across` instead of the last column."""
+    *index, heading = [name for name in rows if name != across]
+    wide = rows.set_index([*index, across])[heading].unstack(across)
+    wide = wide.reindex(rows.set_index(index).index.unique(), columns=rows[across].unique())
+    return wide.add_prefix(f"{heading}, ").reset_index()
 
 
 def _texts(column: pd.Series) -> list[str]:
