@@ -21,11 +21,11 @@ from magicjax.files import write_atomically
 
 CONTEXT = 8192
 NAMES = {
-    "t4": "T4, 16 GB",
-    "l4": "L4, 24 GB",
-    "a100": "A100, 80 GB",
-    "v5e": "TPU v5e-1, 16 GB",
-    "cpu:16": "CPU, 16 GB",
+    "t4": "T4",
+    "l4": "L4",
+    "a100": "A100",
+    "v5e": "v5e-1",
+    "cpu:16": "CPU",
 }
 
 
@@ -83,7 +83,7 @@ def row(load: Workload, report: dict[str, Any]) -> dict[str, Any]:
         "GB": report["bytes on each device"]["total"] / 1e9,
         "batch": report["largest batch"],
         "context": report["largest context"],
-        "compiled": "programs" in report,
+        "compiled": "yes" if "programs" in report else "no",
     }
 
 

@@ -15,7 +15,7 @@ def test_a_row_has_the_sizes_that_fit_reports(capsys):
     arguments = main.parser(command).parse_args(command)
     assert arguments.run(arguments) == 0
     row = what_fits.row(LOAD, json.loads(capsys.readouterr().out))
-    assert (row["device"], row["weights"], row["compiled"]) == ("CPU, 16 GB", "int8", False)
+    assert (row["device"], row["weights"], row["compiled"]) == ("CPU", "int8", "no")
     assert 0 < row["GB"] < 0.75 * 16 * 2**30 / 1e9 and row["batch"] >= 1
 
 
