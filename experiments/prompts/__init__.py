@@ -1,6 +1,7 @@
 """Prompts of an exact length, deterministic for given settings.
 
-The kinds are those of the table in docs/experiments.md, which has the commands that fetch files.
+The kinds are those of the table in docs/experiment_prompts.md, which has the commands that fetch
+files.
 
 Prompts of text begin with the special tokens that the target's tokenizer puts before a text. All
 others are conversations by the tokenizer's chat template, if it has one (`conversation.py`). The

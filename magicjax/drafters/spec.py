@@ -63,7 +63,7 @@ DRAFTER_SYNTAX = (
 _JOIN, _CASCADE = " + ", " -> "
 _HEADS = (
     "of the heads that read the target's hidden states, EAGLE-3 (eagle:PATH) and those for "
-    "multi-token prediction (mtp) are supported (docs/drafters_and_trees.md)"
+    "multi-token prediction (mtp) are supported (docs/learned_heads.md)"
 )
 # Drafters of vLLM, and what is written here.
 FOREIGN = {

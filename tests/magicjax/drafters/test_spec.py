@@ -130,7 +130,7 @@ def test_a_drafter_is_written_with_its_defaults_and_read_back(text, written):
         ("suffix:many", "max_match='many': it must be an integer"),
         ("ngram:4", "'ngram' is not a drafter: write prompt-lookup:4"),
         ("eagle3:PATH", "'eagle3' is not a drafter: write eagle:PATH"),
-        ("medusa:PATH", "'medusa' is not a drafter: of the heads .* .docs/drafters_and_trees.md"),
+        ("medusa:PATH", "'medusa' is not a drafter: of the heads .* .docs/learned_heads.md"),
         ("self,prompt-lookup", "are joined by ' . ', as in 'self:streaming:256 . prompt-lookup:4'"),
         ("self:snapkv:64+prompt-lookup:4", "the members of an ensemble are joined by ' . '"),
         ("prompt-lookup:4->self:snapkv:64", "and those of a cascade by ' -> '"),
