@@ -138,6 +138,9 @@ class DecoderConfig:
       router_bias: a bias on the logits of experts.
       shared_expert_size: width of an expert that all tokens use besides, times the sigmoid of a
         gate (Qwen3-Next); None: there is none.
+      parallel_experts: the experts and their router do not read the shared expert's input, but the
+        sum before its norm, under norms of their own. Both outputs are normalized before their sum,
+        without a gate, and the weight of an expert has a factor, a parameter (Gemma 4).
       swiglu_limit: for a gated MLP that is (up + 1) * gate * sigmoid(1.702 * gate), the upper bound
         of the gate, and the bound of `up` on both sides (gpt-oss); None: `activation` applies.
       tie_embeddings: use the embedding as the output matrix.
@@ -208,6 +211,7 @@ class DecoderConfig:
     normalize_experts: bool = True
     router_bias: bool = False
     shared_expert_size: int | None = None
+    parallel_experts: bool = False
     swiglu_limit: float | None = None
     tie_embeddings: bool = False
     embedding_size: int | None = None
@@ -251,6 +255,7 @@ class DecoderConfig:
         self._check_windows()
         self._check_linear_layers()
         self._check_shared_layers()
+        self._check_parallel_experts()
         if not 1 <= self.experts_per_token <= (self.num_experts or 0) and (
             self.num_experts is not None or self.experts_per_token
         ):
@@ -388,6 +393,16 @@ class DecoderConfig:
         first, slides = self.num_layers - self.shared_kv_layers, self.slides
         last = {kind: layer for layer, kind in enumerate(slides[:first])}
         return tuple(None if i < first else last[kind] for i, kind in enumerate(slides))
+
+    def _check_parallel_experts(self) -> None:
+        if self.parallel_experts and (
+            self.shared_expert_size is None or not (self.norm_before and self.norm_after)
+        ):
+            raise ValueError(
+                f"parallel_experts=True with shared_expert_size={self.shared_expert_size}, "
+                f"norm_before={self.norm_before}, norm_after={self.norm_after}: it requires a "
+                "shared expert, and the others to be True"
+            )
 
     @property
     def linear(self) -> tuple[bool, ...]:
@@ -635,11 +650,11 @@ class Attention(nn.Module):
             *(projection(embed, kv_heads, c.qkv_bias, name) for name in names),
             *gated,
         )
-        (k, v), gate = {
-            "": ((None, None), others),
-            "k": ((*others[:1], *others[:1]), others[1:]),
-            "kv": (others[:2], others[2:]),
-        }[names]
+        k: Any = None
+        v: Any = None
+        if not self.shares:
+            k, *others = others
+            v, *others = (k, *others) if c.values_are_keys else others
         if c.joint_qk_norm:
             q = self._norm_of_all_heads("q_norm", q, HEADS, self.split.axes)
             k = self._norm_of_all_heads("k_norm", k, KV_HEADS, self.split.kv_axes)
@@ -673,7 +688,7 @@ class Attention(nn.Module):
         out, aux = attend(q, k, v, **options)
         out = out[..., : c.head_dim]
         if c.attention_gate:
-            out = out * nn.sigmoid(gate[0])
+            out = out * nn.sigmoid(others[0])
         out = projection(heads, embed, c.out_bias, "out", axis_names=self.split.axes)(out)
         return out, aux
 
@@ -709,7 +724,10 @@ class FeedForward(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """MLPs of which a router chooses some for each token (`models.experts`)."""
+    """MLPs of which a router chooses some for each token (`models.experts`).
+
+    With `parallel_experts` it also reads the hidden states before the norm of its input.
+    """
 
     config: DecoderConfig
     dtype: Any
@@ -718,7 +736,7 @@ class MixtureOfExperts(nn.Module):
     backend: str | None = None
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x, before_norm=None):
         c = self.config
         assert c.num_experts is not None
         options: Any = dict(dtype=self.dtype, backend=self.backend)
@@ -733,8 +751,20 @@ class MixtureOfExperts(nn.Module):
 
         into = [projection((embed,), (local, unit), name) for name in ("gate", "up")[not c.gated :]]
         out_of = projection((unit,), (local, embed), "down")
-        rows = x.reshape(-1, x.shape[-1])
-        chosen = experts.choose(router(rows), c.experts_per_token, c.normalize_experts)
+        norms = c.hidden_size, c.norm_eps, self.dtype, EMBED, self.backend
+        rows = routed = x.reshape(-1, x.shape[-1])
+        if c.parallel_experts:
+            before_norm = before_norm.reshape(rows.shape)
+            rows = NORMS[c.norm](*norms, name="experts_norm")(before_norm)
+            routed = RMSNorm(*norms, use_scale=False, name="router_norm")(before_norm)
+            ones = nn.with_logical_partitioning(nn.initializers.ones, (EMBED,))
+            scale = self.param("router_scale", ones, (c.hidden_size,), self.dtype)
+            routed = scaled(routed * scale, c.hidden_size**-0.5)
+        chosen = experts.choose(router(routed), c.experts_per_token, c.normalize_experts)
+        if c.parallel_experts:
+            ones = nn.with_logical_partitioning(nn.initializers.ones, (None,))
+            factors = self.param("expert_scale", ones, (c.num_experts,), self.dtype)
+            chosen = chosen[0], chosen[1] * factors[chosen[0]]
         first = collectives.axis_index(self.split.axes) * local[0] if self.split.axes else 0
         out = experts.run_experts(rows, *chosen, into, c.activate, out_of, c.num_experts, first)
         out = collectives.psum(out.astype(x.dtype), self.split.axes).reshape(x.shape)
@@ -743,6 +773,9 @@ class MixtureOfExperts(nn.Module):
         own = dataclasses.replace(c, intermediate_size=c.shared_expert_size)
         weights = self.weights.within("shared")
         shared = FeedForward(own, self.dtype, self.split, weights, self.backend, name="shared")(x)
+        if c.parallel_experts:
+            out = NORMS[c.norm](*norms, name="experts_output_norm")(out)
+            return out + NORMS[c.norm](*norms, name="shared_output_norm")(shared)
         gate = Projection((embed,), ((1, None),), False, name="shared_gate", **options)(x)
         return out + nn.sigmoid(gate) * shared
 
@@ -803,7 +836,8 @@ class Block(nn.Module):
             normed = normed if c.shared_norm else norm("mlp_norm")(x)
             return x + weighted(out) + weighted(mlp(normed)), aux
         x = x + weighted(out, "attention_output_norm")
-        out = mlp(norm("mlp_norm")(x) if c.norm_before else x)
+        normed = norm("mlp_norm")(x) if c.norm_before else x
+        out = mlp(normed, x) if c.parallel_experts else mlp(normed)
         x = x + weighted(out, "mlp_output_norm")
         if c.layer_input_size is not None:
             embed, inner = ((c.hidden_size, EMBED),), ((c.layer_input_size, None),)
@@ -935,7 +969,8 @@ class Transformer(nn.Module):
             stands for the last layer's output.
         """
         x, aux, inputs = self.embed(tokens, positions), [], {}
-        own, sources, kept = self.layer_inputs(tokens, x), self.config.kv_sources, {}
+        own, sources = self.layer_inputs(tokens, x), self.config.kv_sources
+        kept = dict[int, tuple]()
         for layer, source in enumerate(sources):
             inputs[layer], attention = x, attend(layer)
             if source is not None:

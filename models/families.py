@@ -172,6 +172,14 @@ _GEMMA_4_NAMES = {
     "input_gate": "per_layer_input_gate",
     "input_projection": "per_layer_projection",
     "input_norm": "post_per_layer_input_norm",
+    "router": "router.proj",
+    "router_scale": "router.scale",
+    "expert_scale": "router.per_expert_scale",
+    "experts_norm": "pre_feedforward_layernorm_2",
+    "experts_output_norm": "post_feedforward_layernorm_2",
+    "shared_output_norm": "post_feedforward_layernorm_1",
+    "experts_gate_up": "experts.gate_up_proj",
+    "experts_down": "experts.down_proj",
     "scalar": "layer_scalar",
 }
 _GEMMA_4_KEYS: dict[str, str | tuple[str, ...]] = {
@@ -549,14 +557,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             names=_GEMMA_4_NAMES,
             keys={**_GEMMA_4_KEYS, "hidden_size_per_layer_input": "layer_input_size"},
             settings=_GEMMA_4_SETTINGS,
-            parts=(*_GEMMA_4_PARTS, "layer_inputs"),
+            parts=(*_GEMMA_4_PARTS, "layer_inputs", "parallel_experts"),
             defaults={
                 **_GEMMA_4_DEFAULTS,
                 "hidden_size_per_layer_input": 256,
                 "vocab_size_per_layer_input": 262144,
             },
-            fixed={**_GEMMA_4_FIXED, "enable_moe_block": (False,)},
-            ignored=("moe_intermediate_size", "num_experts", "top_k_experts"),
+            fixed=_GEMMA_4_FIXED,
             rope_kinds=("default", "proportional"),
         ),
         "gemma4_unified_text": Family(

@@ -155,6 +155,8 @@ KEY_TYPES: dict[str, type] = {
     **dict.fromkeys(("sliding_window_pattern", "_sliding_window_pattern"), int),
     **dict.fromkeys(("full_attention_interval", *DELTA_NET_KEYS), int),
     **dict.fromkeys(("global_head_dim", "num_global_key_value_heads"), int),
+    **dict.fromkeys(("moe_intermediate_size", "num_experts", "top_k_experts"), int),
+    "enable_moe_block": bool,
     "vocab_size_per_layer_input": int,
     **dict.fromkeys(("use_sliding_window", "_remove_final_layer_norm", "multi_query"), bool),
     **dict.fromkeys(("alibi", "new_decoder_architecture", "parallel_attn"), bool),
@@ -650,6 +652,22 @@ def _read_layer_inputs(reader: _ConfigReader, settings: Settings) -> Settings:
     return {}
 
 
+def _read_parallel_experts(reader: _ConfigReader, settings: Settings) -> Settings:
+    """Returns the mixture beside an MLP, which is its shared expert (Gemma 4)."""
+    keys = "moe_intermediate_size", "num_experts", "top_k_experts"
+    has_experts = reader.get("enable_moe_block", False)
+    unit, count, chosen = (reader.need(key) if has_experts else reader.get(key) for key in keys)
+    if not has_experts:
+        return {}
+    return {
+        "parallel_experts": True,
+        "shared_expert_size": settings["intermediate_size"],
+        "intermediate_size": unit,
+        "num_experts": count,
+        "experts_per_token": chosen,
+    }
+
+
 def _read_nested_ropes(reader: _ConfigReader, settings: Settings) -> Settings:
     """Returns the rotary settings of each kind of layer, by its name (Gemma 4)."""
     ropes = _nested_ropes(reader, settings, reader.get("rope_parameters"), 10000.0)
@@ -724,6 +742,7 @@ READERS: dict[str, Callable[[_ConfigReader, Settings], Settings]] = {
     "full_heads": _read_full_heads,
     "nested_ropes": _read_nested_ropes,
     "layer_inputs": _read_layer_inputs,
+    "parallel_experts": _read_parallel_experts,
     "two_ropes": _read_two_ropes,
     "unrotated_layers": _read_unrotated_layers,
     "full_rope": _read_full_rope,

@@ -121,6 +121,18 @@ def _write_layer_inputs(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
+def _write_parallel_experts(config: DecoderConfig) -> dict[str, Any]:
+    if not config.parallel_experts:
+        return {"enable_moe_block": False}
+    return {
+        "enable_moe_block": True,
+        "intermediate_size": config.shared_expert_size,
+        "moe_intermediate_size": config.intermediate_size,
+        "num_experts": config.num_experts,
+        "top_k_experts": config.experts_per_token,
+    }
+
+
 def _write_nested_ropes(config: DecoderConfig) -> dict[str, Any]:
     def settings(rope: Rope) -> dict[str, Any]:
         values = {name: getattr(rope, ROPE_KEYS[name]) for name in ROPE_READS[rope.kind]}
@@ -208,6 +220,7 @@ WRITERS: dict[str, Callable[[DecoderConfig], dict[str, Any]]] = {
     "full_heads": _write_full_heads,
     "nested_ropes": _write_nested_ropes,
     "layer_inputs": _write_layer_inputs,
+    "parallel_experts": _write_parallel_experts,
     "two_ropes": _write_two_ropes,
     "unrotated_layers": _write_unrotated_layers,
     "full_rope": _write_full_rope,

@@ -200,6 +200,8 @@ class Tensor:
         has all of them.
       experts: the number of experts of a tensor that has all of them as its first axis, each
         transposed; None: it has no such axis.
+      stacked: the number of experts of a tensor that has all of them as its first axis, each as
+        [outputs, inputs]; None: it has no such axis.
     """
 
     name: str
@@ -210,6 +212,7 @@ class Tensor:
     fused: Fused | Interleaved | None = None
     expert: int | None = None
     experts: int | None = None
+    stacked: int | None = None
 
     @property
     def is_block_matrix(self) -> bool:
@@ -252,11 +255,15 @@ class Tensor:
         if self.experts is not None:
             rows, *inputs = matrix
             return (self.experts, *inputs, rows // self.experts)
+        if self.stacked is not None:
+            return (self.stacked, matrix[0] // self.stacked, *matrix[1:])
         return matrix[::-1] if self.transposed else matrix
 
     def to_parameter(self, stored: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """Returns the part of a parameter of shape `shape`; a view unless outputs are in groups."""
         stored = stored.T if self.transposed else stored
+        if self.stacked is not None:
+            stored = stored.reshape(-1, *stored.shape[2:])
         if self.experts is not None:
             stored = np.moveaxis(stored, -1, 1)
             stored = stored.reshape(-1, *stored.shape[2:])
@@ -272,6 +279,8 @@ def to_stored(tensors: Sequence[Tensor], parameters: Sequence[np.ndarray]) -> np
     stored = parameters[0].reshape(shape) if fused is None else fused.join(parameters, shape)
     if first.experts is not None:
         stored = np.moveaxis(stored.reshape(first.experts, -1, *stored.shape[1:]), 1, -1)
+    if first.stacked is not None:
+        stored = stored.reshape(first.stacked, -1, *stored.shape[1:])
     return np.ascontiguousarray(stored.T if first.transposed else stored)
 
 
@@ -384,12 +393,30 @@ def _attention(
 def _mlp(c: DecoderConfig, name: dict[str, str], mlp: tuple[str, ...]) -> list[Tensor]:
     """Returns the tensors of an MLP or a mixture, given the names of all."""
     family, tensors = FAMILIES[c.family], list[Tensor]()
+    options: dict[str, Any]
     linear = functools.partial(_linear, transposed=family.transposed)
+    if c.parallel_experts:
+        assert c.num_experts is not None
+        tensors += linear(name["router"], (*mlp, "router"), 1, c.router_bias)
+        for part in ("router_scale", "expert_scale"):
+            tensors.append(Tensor(name[part], (*mlp, part)))
+        for part in ("experts_norm", "experts_output_norm", "shared_output_norm"):
+            tensors += _norm(name[part], (*mlp, part))
+        halves = (c.intermediate_size,) * 2
+        for i, part in enumerate(("gate", "up")):
+            fused = Fused(c.num_experts, halves, i)
+            options = dict(inputs=1, fused=fused, stacked=c.num_experts)
+            tensors.append(Tensor(name["experts_gate_up"], (*mlp, part, "weight"), **options))
+        options = dict(inputs=1, stacked=c.num_experts)
+        tensors.append(Tensor(name["experts_down"], (*mlp, "down", "weight"), **options))
+        for part in ("gate", "up", "down"):
+            tensors += linear(name[part], (*mlp, "shared", part), 1, c.mlp_bias)
+        return tensors
     if c.num_experts is not None and "gate_up" in name:
         tensors += linear(name["router"], (*mlp, "router"), 1, c.router_bias)
         parts = [("gate", "gate_up", Interleaved(2, 0)), ("up", "gate_up", Interleaved(2, 1))]
         for part, key, alternating in (*parts, ("down", "down", None)):
-            options: dict[str, Any] = dict(fused=alternating, experts=c.num_experts)
+            options = dict(fused=alternating, experts=c.num_experts)
             tensors.append(Tensor(name[key], (*mlp, part, "weight"), inputs=1, **options))
             if c.mlp_bias:
                 bias_name = f"{name[key]}_bias"

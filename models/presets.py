@@ -296,6 +296,16 @@ PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
             values_are_keys=True,
             family="gemma4_unified_text",
         ),
+        "gemma-4-26b-a4b": _gemma_4(
+            *(2816, 704, 30, 16, 8),
+            window=1024,
+            full_kv_heads=2,
+            values_are_keys=True,
+            num_experts=128,
+            experts_per_token=8,
+            shared_expert_size=2112,
+            parallel_experts=True,
+        ),
         "gemma-4-31b": _gemma_4(
             *(5376, 21504, 60, 32, 16), window=1024, full_kv_heads=4, values_are_keys=True
         ),

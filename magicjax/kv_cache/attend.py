@@ -5,7 +5,7 @@ of this layer and what all layers share, so that layers of equal shapes are trac
 """
 
 import dataclasses
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ class _Rows:
     num_rows: int = struct.field(default=0, pytree_node=False, kw_only=True)
     live: Bool[Array, "B T"] | None = struct.field(default=None, kw_only=True)
 
-    KEPT_BY_SHARED = None
+    KEPT_BY_SHARED: ClassVar[Any] = None  # by a layer that reads the slots of another one
 
     def __call__(self, layer: int) -> LayerAttend:
         sources = () if isinstance(self.cache, PagedCache) else self.cache.sources
@@ -121,7 +121,7 @@ class AttendTo(_Rows):
     keep_queries: bool = struct.field(default=False, pytree_node=False)
     chain: Int[Array, "B"] | None = None
 
-    KEPT_BY_SHARED = (None, None)
+    KEPT_BY_SHARED: ClassVar[Any] = (None, None)
 
     def _advance(self, inputs: DeltaNetInputs, state: LayerState) -> tuple[Array, Any]:
         if self.chain is not None:

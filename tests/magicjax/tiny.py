@@ -193,7 +193,7 @@ def drawn(shape, seed):
 
     def draw(path, x):
         names = [key.key for key in path if hasattr(key, "key")]
-        if names[-1] in ("scale", "scalar"):
+        if names[-1] == "scalar" or names[-1].endswith("scale"):
             return 1 + 0.1 * rng.standard_normal(x.shape)
         if names[-1] == "bias":
             return np.zeros(x.shape)

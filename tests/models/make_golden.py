@@ -307,6 +307,20 @@ CASES = {
         },
     ),
     "gemma4_unified": ("Gemma4UnifiedText", GEMMA4_UNIFIED),
+    "gemma4_experts": (
+        "Gemma4Text",
+        {
+            **GEMMA4,
+            "num_hidden_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "moe_intermediate_size": 12,
+            "num_experts": 5,
+            "top_k_experts": 2,
+        },
+    ),
 }
 SHARDED = "llama_gqa"
 

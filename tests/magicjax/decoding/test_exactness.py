@@ -349,6 +349,7 @@ SLOW = [
     Case("self:snapkv:256:window=200", CHAIN, "mixed"),
     Case(feature="mixed", layout="engine"),
     Case(NEAR, IRREGULAR, "mixed", layout="engine"),
+    *cases([REFRESHED, NEAR], [CHAIN], ["heads", "shared"], layout="engine"),
     Case(REFRESHED, CHAIN, "mixed", layout="offloaded"),
     *cases(SPARSE, ["chain:3", WIDE, DYNAMIC], ["long"]),
     Case(f"{NEAR}:streaming:40", "chain:3", "long"),

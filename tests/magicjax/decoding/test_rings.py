@@ -23,7 +23,7 @@ from tests.fuzz import checks
 from tests.magicjax import keywords, recomputation, tiny
 from tests.quick import quick
 
-KINDS = ("mixed", "windowed", "heads")
+KINDS = ("mixed", "windowed", "heads", "shared")
 NEW, WIDTH, WINDOW = 48, 512, 20
 LENGTHS = (370, 230, 64, 3)  # the first text passes 384, where its rings of 192 slots wrap
 OPTIONS = dict(max_tokens=NEW, eos_token_id=[])
@@ -31,16 +31,22 @@ OPTIONS = dict(max_tokens=NEW, eos_token_id=[])
 
 @functools.cache
 def model(kind: str = "mixed", noise: float = 0.0) -> magicjax.Model:
-    """Returns a model: `windowed` has windows in all layers, `heads` other heads without one."""
-    full = () if kind == "windowed" else (1,)
-    heads = dict(full_head_dim=16, full_kv_heads=1, values_are_keys=True, value_norm=True)
+    """Returns a model: `windowed` has windows in all layers, `heads` other heads without one.
+
+    The last two layers of `shared` read the keys and values of the first two.
+    """
+    full = {"windowed": (), "shared": (1, 3)}.get(kind, (1,))
+    own: dict[str, dict] = {
+        "heads": dict(full_head_dim=16, full_kv_heads=1, values_are_keys=True, value_norm=True),
+        "shared": dict(num_layers=4, shared_kv_layers=2, layer_input_size=6),
+    }
     config = tiny.config(
         max_positions=1024,
         sliding_window=WINDOW,
         full_layers=full,
         window_positions=models.Rope(theta=300.0),
         attention_sinks=kind == "mixed",
-        **heads if kind == "heads" else {},
+        **own.get(kind, {}),
     )
     params = tiny.loud(tiny.drawn(config, 1), np.random.default_rng(7), noise)
     return magicjax.Model(models.build(config), tiny.put(params))
@@ -90,12 +96,12 @@ def test_a_ring_without_its_oldest_position_has_other_texts(changed):
 def test_bytes_of_rings(kind):
     (counted, _) = keywords.prepare(model(kind), prompts()[:1], **OPTIONS).kv_bytes
     target, capacity = model(kind), 448  # 370 + 48, and room for a round
-    rings = sum(window is not None for window in target.windows)
+    rings = sum(window is not None for window in target.windows[:2])  # others have no slots
     slots = rings * layer_slots(WINDOW, capacity) + (2 - rings) * capacity
     assert layer_slots(WINDOW, capacity) == 192 > WINDOW + RING_SPARE - 64
     assert counted == 2 * slots * 2 * 8 * 4  # also of one head of 16
     full = full_cache.empty(target, 1, capacity)
-    assert sum(x.nbytes for x in (*full.k, *full.v)) == counted
+    assert sum(x.nbytes for x in jax.tree.leaves((full.k, full.v))) == counted
 
 
 def test_options_that_windows_rule_out_are_errors():
