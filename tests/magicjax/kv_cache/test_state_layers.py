@@ -10,7 +10,7 @@ from magicjax.kv_cache.state_layers import LayerState
 from models.gated_delta import DeltaNetInputs, DeltaNetShape
 
 SHAPE = DeltaNetShape(key_heads=2, value_heads=4, key_dim=8, value_dim=6, conv_width=4)
-TREES, NODES, CHAIN = 300, 32, 150
+TREES, NODES, CHAIN = 500, 32, 150
 TOLERANCE = {"float64": 1e-10, "float32": 2e-5}
 
 
@@ -32,13 +32,17 @@ def drawn(rows: int, tokens: int, dtype) -> tuple[DeltaNetInputs, LayerState]:
 
 
 def random_trees() -> np.ndarray:
-    """Returns parents [B, N] of trees of 1 to N nodes, -1 for the root and padding."""
+    """Returns parents [B, N] of trees of 1 to N nodes, -1 for the root and padding.
+
+    Every size comes as a chain, as a star, and with random parents among few or all earlier nodes.
+    """
     rng = np.random.default_rng(1)
     parents = np.full((TREES, NODES), -1)
-    for row in parents:
-        size, deep = rng.integers(1, NODES + 1), rng.integers(1, 5)
+    for number, row in enumerate(parents):
+        size, kind = 1 + number % NODES, number // NODES % 6
         for node in range(1, size):
-            row[node] = rng.integers(max(0, node - deep), node)
+            nearest = NODES if kind == 4 else 2**kind  # kind 0 is a chain
+            row[node] = 0 if kind == 5 else rng.integers(max(0, node - nearest), node)
     return parents
 
 
@@ -61,33 +65,39 @@ def tree_arguments(parents) -> tuple[np.ndarray, np.ndarray]:
 
 
 def by_paths(
-    inputs, state, row: int, parents, decay_late: int = 0, convolve_late: int = 0
-) -> tuple[np.ndarray, list]:
-    """Returns the outputs of a row's nodes, and (s, inputs) after each, token by token.
+    inputs, state, parents, decay_late: int = 0, convolve_late: int = 0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the outputs of nodes [B, N, ...], and `s` and `inputs` after each, token by token.
 
     For controls, a node takes the decay of an earlier node, or the convolution ends one before it.
+
+    Args:
+      inputs, state: of B rows.
+      parents: int [B, N], -1 for those that follow the state.
     """
     x, g, beta, kernel, s, old = (
         np.asarray(y, np.float64)
         for y in (inputs.x, inputs.log_decay, inputs.beta, inputs.kernel, state.s, state.inputs)
     )
-    shape, out, states = inputs.shape, [], []
+    shape, rows = inputs.shape, np.arange(len(parents))
     groups = shape.value_heads // shape.key_heads
-    for node, parent in enumerate(parents):
-        before, window = (s[row], old[row]) if parent < 0 else states[parent]
-        window = np.concatenate([window, x[row, node][None]])
-        mixed = (np.roll(window, convolve_late, 0) * kernel.T).sum(0)
+    out = np.zeros((*parents.shape, *s.shape[1:2], s.shape[3]))
+    states, windows = (np.stack([y] * (parents.shape[1] + 1), 1) for y in (s, old))
+    for node in range(parents.shape[1]):
+        parent = parents[:, node]  # -1: the last one, before the text
+        window = np.concatenate([windows[rows, parent], x[:, node, None]], 1)
+        mixed = (np.roll(window, convolve_late, 1) * kernel.T).sum(1)
         mixed = mixed / (1 + np.exp(-mixed))
-        q, k, v = np.split(mixed, np.cumsum([shape.key_heads * shape.key_dim] * 2))
-        q, k = (y.reshape(shape.key_heads, -1).repeat(groups, 0) for y in (q, k))
+        q, k, v = np.split(mixed, np.cumsum([shape.key_heads * shape.key_dim] * 2), 1)
+        q, k = (y.reshape(len(y), shape.key_heads, -1).repeat(groups, 1) for y in (q, k))
         q, k = (y / np.sqrt((y * y).sum(-1, keepdims=True) + 1e-6) for y in (q, k))
-        v = v.reshape(shape.value_heads, -1)
-        now = np.exp(g[row, max(0, node - decay_late)])[:, None, None] * before
-        update = beta[row, node][:, None] * (v - np.einsum("hdv,hd->hv", now, k))
-        now = now + k[:, :, None] * update[:, None]
-        out.append(np.einsum("hdv,hd->hv", now, q) / np.sqrt(shape.key_dim))
-        states.append((now, window[1:]))
-    return np.array(out), states
+        v = v.reshape(len(v), shape.value_heads, -1)
+        now = np.exp(g[:, max(0, node - decay_late)])[..., None, None] * states[rows, parent]
+        update = beta[:, node, :, None] * (v - np.einsum("bhdv,bhd->bhv", now, k))
+        now = now + k[..., None] * update[:, :, None]
+        out[:, node] = np.einsum("bhdv,bhd->bhv", now, q) / np.sqrt(shape.key_dim)
+        states[:, node], windows[:, node] = now, window[:, 1:]
+    return out, states, windows
 
 
 def largest_error(found, expected) -> float:
@@ -104,19 +114,17 @@ def test_a_tree_in_one_pass_is_the_recurrence_on_every_path(dtype):
         parents, rng = random_trees(), np.random.default_rng(2)
         inputs, state = drawn(TREES, NODES, dtype)
         out, nodes = _run_tree(inputs, state, *tree_arguments(parents))
-        errors, ends, counts, paths = [], [], [], np.zeros((TREES, NODES), np.int32)
+        expected, *states = by_paths(inputs, state, parents)
+        assert largest_error(out, expected) < TOLERANCE[dtype]
+        ends, counts, paths = [], [], np.zeros((TREES, NODES), np.int32)
         for row, own in enumerate(parents):
-            expected, states = by_paths(inputs, state, row, own)
             path = paths_of(own)[rng.integers(NODES)]
             counts.append(rng.integers(len(path) + 1))
             paths[row, : len(path)], paths[row, len(path) :] = path, path[-1]
-            before = np.asarray(state.s[row]), np.asarray(state.inputs[row])
-            ends.append(states[path[counts[-1] - 1]] if counts[-1] else before)
-            errors.append(largest_error(out[row], expected))
-        assert max(errors) < TOLERANCE[dtype]
+            ends.append(path[counts[-1] - 1] if counts[-1] else -1)
         after = _commit(state, nodes, paths, np.array(counts, np.int32))
-        for found, wanted in zip((after.s, after.inputs), zip(*ends, strict=True), strict=True):
-            assert largest_error(found, np.array(wanted)) < TOLERANCE[dtype]
+        for found, wanted in zip((after.s, after.inputs), states, strict=True):
+            assert largest_error(found, wanted[np.arange(TREES), ends]) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("rule", ["sibling", "decay_late", "convolve_late"])
@@ -132,23 +140,23 @@ def test_a_wrong_rule_has_other_outputs(rule):
     else:
         wrong[rule] = 1
     out, _ = _run_tree(inputs, state, mask, positions)
-    rows = [row for row, own in enumerate(parents) if siblings[row].sum() > NODES][:20]
-    assert len(rows) == 20
+    expected, *_ = by_paths(inputs, state, parents, **wrong)
+    rows = [row for row in range(TREES) if siblings[row].sum() > NODES]
+    assert len(rows) > 100
     for row in rows:
         size = (parents[row] >= 0).sum() + 1
-        expected, _ = by_paths(inputs, state, row, parents[row], **wrong)
-        assert largest_error(out[row, :size], expected[:size]) > 1e-3
+        assert largest_error(out[row, :size], expected[row, :size]) > 1e-3
 
 
 def test_levels_are_the_tree_and_padding_is_dropped():
     """A draft fills the nodes level by level; each row has a tree of its own."""
-    parents = random_trees()[:40]
+    parents = random_trees()[2 * NODES :][:40]
     inputs, state = jax.tree.map(
         lambda x: x[:40] if x.ndim > 2 else x, drawn(TREES, NODES, "float32")
     )
     mask, positions = tree_arguments(parents)
     expected, _ = _run_tree(inputs, state, mask, positions)
-    parents = np.broadcast_to(parents[7], parents.shape)  # one shape for all, as of a static tree
+    parents = np.broadcast_to(parents[20], parents.shape)  # one shape for all, as of a static tree
     mask, positions = tree_arguments(parents)
     expected, of_tree = _run_tree(inputs, state, mask, positions)
     level = jax.jit(state_layers.run_level)
@@ -179,13 +187,12 @@ def test_a_chain_in_parts_is_the_recurrence_and_padding_leaves_the_state():
         lambda x: jnp.where(padding[..., None], jnp.nan, x) if x.ndim > 2 else x, inputs
     )
     out, after = jax.jit(state_layers.run_chain)(poisoned, state, counts)
+    expected, *states = by_paths(inputs, state, np.tile(parents, (3, 1)))
     for row, count in enumerate(counts):
-        expected, states = by_paths(inputs, state, row, parents)
         if count:
-            assert largest_error(out[row, :count], expected[:count]) < 2e-5
-        wanted = states[count - 1] if count else (state.s[row], state.inputs[row])
-        for found, values in zip((after.s[row], after.inputs[row]), wanted, strict=True):
-            assert largest_error(found, np.asarray(values)) < 2e-5
+            assert largest_error(out[row, :count], expected[row, :count]) < 2e-5
+        for found, values in zip((after.s, after.inputs), states, strict=True):
+            assert largest_error(found[row], values[row, count - 1]) < 2e-5
 
 
 def test_a_part_of_the_rows_is_advanced_in_place():
