@@ -25,6 +25,9 @@ from jaxtyping import Array, Bool, Float, Int
 from models.gated_delta import DeltaNetInputs, DeltaNetShape
 
 CHUNK = 64  # tokens of a chain in one system, whose size is the square
+# Rows of a system that are solved by one call. On a CPU, BLAS divides larger systems over threads
+# that wait for each other, and is up to several hundred times slower beside other programs.
+BLOCK = 16
 
 _einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
@@ -346,9 +349,18 @@ def _solve(
     """
     right = beta[..., None] * v
     matrix = _weights(k, k, decays, ancestors) * beta.swapaxes(1, 2)[..., None]
-    solved = jax.lax.linalg.triangular_solve(
-        matrix, right.swapaxes(1, 2), left_side=True, lower=True, unit_diagonal=True
-    )
+    right = right.swapaxes(1, 2)
+    solved = right[:, :, :0]
+    for start in range(0, right.shape[2], BLOCK):
+        rows = slice(start, start + BLOCK)
+        earlier = _einsum("bhtn,bhnv->bhtv", matrix[:, :, rows, :start], solved)
+        block = jax.lax.linalg.triangular_solve(
+            *(matrix[:, :, rows, rows], right[:, :, rows] - earlier),
+            left_side=True,
+            lower=True,
+            unit_diagonal=True,
+        )
+        solved = jnp.concatenate([solved, block], 2)
     return solved.swapaxes(1, 2)
 
 
