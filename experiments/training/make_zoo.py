@@ -1,10 +1,10 @@
-"""Trains the bundled models: tokenizer, target and two drafts, each in a directory with a card.
+"""Trains the bundled models: tokenizer, target and drafts, each in a directory with a card.
 
     python -m experiments.training.make_zoo experiments/recipes/cpu.yaml --work build/zoo --out DIR
 
-The drafts are boost-tuned; `experiments.training.boost` makes them for an existing target. Every
-stage resumes after a kill: finished stages are read from the work folder, and the current one
-continues from its newest checkpoint.
+The drafts are boost-tuned; `experiments.training.boost` makes them for an existing target. A recipe
+without drafts makes a target. Every stage resumes after a kill: finished stages are read from the
+work folder, and the current one continues from its newest checkpoint.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import models
 from experiments.prompts import corpus
 from experiments.training import boost, boost_config, boost_report, export, trainer
 from magicjax.files import write_atomically
-from models import DecoderConfig, Rope
+from models import DecoderConfig, DeltaNetShape, Rope, family_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,31 +31,35 @@ class Recipe:
       vocab_size: size of the tokenizer's vocabulary.
       target: shape of the target.
       target_schedule: schedule of the target's training.
-      drafts: settings of the drafts, whose target is replaced by the one trained here.
+      drafts: settings of the drafts, whose target is replaced by the one trained here; None: none.
     """
 
     vocab_size: int
     target: DecoderConfig
     target_schedule: trainer.Schedule
-    drafts: boost_config.Boosting
+    drafts: boost_config.Boosting | None
 
 
 def read_recipe(path: pathlib.Path) -> Recipe:
     """Reads a recipe from a YAML file; an unknown or missing key is an error."""
     raw = yaml.safe_load(path.read_text())
-    shared = dict(
-        vocab_size=raw["vocab_size"],
-        max_positions=raw.pop("max_positions"),
-        positions=Rope(theta=raw.pop("rope_theta")),
-        tie_embeddings=True,
-    )
-
-    target = raw.pop("target")
-    phases = tuple(trainer.Phase(**phase) for phase in target["schedule"].pop("phases"))
+    target, drafts = raw.pop("target"), raw.pop("drafts", None)
+    shape, schedule = target["shape"], target["schedule"]
+    if "delta_net" in shape:
+        shape["delta_net"] = DeltaNetShape(**shape["delta_net"])
+        shape["linear_layers"] = tuple(shape["linear_layers"])
+    phases = tuple(trainer.Phase(**phase) for phase in schedule.pop("phases"))
     return Recipe(
-        target=DecoderConfig(**shared, **target["shape"]),
-        target_schedule=trainer.Schedule(phases=phases, **target["schedule"]),
-        drafts=boost_config.read(path.parent / raw.pop("drafts")),
+        target=family_config(
+            shape.pop("family", "llama"),
+            vocab_size=raw["vocab_size"],
+            max_positions=raw.pop("max_positions"),
+            positions=Rope(**raw.pop("rope")),
+            tie_embeddings=True,
+            **shape,
+        ),
+        target_schedule=trainer.Schedule(phases=phases, **schedule),
+        drafts=drafts and boost_config.read(path.parent / drafts),
         **raw,
     )
 
@@ -89,8 +93,8 @@ def main() -> None:
     export.claim(arguments.work / "recipe.txt", record)
     tokenizer = make_tokenizer(recipe.vocab_size, arguments.work)
     text = corpus.read(tokenizer.backend_tokenizer)
-    # Before the target is trained.
-    boost.check_sizes(recipe.drafts, text, recipe.target.max_positions)
+    if recipe.drafts is not None:  # before the target is trained
+        boost.check_sizes(recipe.drafts, text, recipe.target.max_positions)
 
     target = models.build(recipe.target)
     params = trainer.train(
@@ -98,6 +102,8 @@ def main() -> None:
     )
     path, command = arguments.out / "target", f"{parser.prog} {' '.join(sys.argv[1:])}"
     export.export(path, target, params, tokenizer, text, command=command)
+    if recipe.drafts is None:
+        return
     drafts = recipe.drafts.model_copy(update={"target": str(path)})
     figures = boost.run(drafts, arguments.work, arguments.out, command)
     print(boost_report.table(figures))

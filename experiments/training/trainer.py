@@ -22,6 +22,8 @@ from optax import contrib
 from tqdm import tqdm
 
 import models
+from magicjax.kv_cache import state_layers
+from models.gated_delta import DeltaNetInputs
 
 QUERY_CHUNK = 256
 
@@ -84,6 +86,15 @@ def causal_attention(q: Float[Array, "B T H D"], k: Float[Array, "B T K D"], v):
     return jnp.concatenate(outs, 2).transpose(0, 2, 1, 3), None
 
 
+def over_whole_texts(q, *keys_values):
+    """Returns what a layer reads of texts without a cache: its attention, or its states."""
+    if not isinstance(q, DeltaNetInputs):
+        return causal_attention(q, *keys_values)
+    batch, length, _ = q.x.shape
+    before = state_layers.empty(q.shape, batch, q.x.dtype)
+    return state_layers.run_chain(q, before, jnp.full(batch, length))[0], None
+
+
 def logits_of(model: nn.Module, params, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
     """Returns the model's logits at every position of `tokens`.
 
@@ -95,7 +106,6 @@ def logits_of(model: nn.Module, params, tokens: Int[Array, "B T"]) -> Float[Arra
         "capped scores": config.attention_softcap is not None,
         "attention sinks": config.attention_sinks,
         "experts": config.num_experts is not None,
-        "gated delta nets": any(config.linear),
     }
     if features := [name for name, has in unsupported.items() if has]:
         raise ValueError(
@@ -103,7 +113,7 @@ def logits_of(model: nn.Module, params, tokens: Int[Array, "B T"]) -> Float[Arra
             "trained: use another family"
         )
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden, _, _ = model.apply(params, tokens, positions, models.in_every_layer(causal_attention))
+    hidden, _, _ = model.apply(params, tokens, positions, models.in_every_layer(over_whole_texts))
     return model.apply(params, hidden, method="unembed")
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from experiments.prompts import corpus
 from experiments.prompts.corpus import Module
-from experiments.training import make_zoo
+from experiments.training import eagle, make_zoo
 
 RECIPES = pathlib.Path(make_zoo.__file__).parents[1] / "recipes"
 
@@ -39,6 +39,13 @@ def test_recipes_are_valid(path):
     recipe = make_zoo.read_recipe(path)
     assert recipe.target_schedule.phases[-1].context >= 8192
     assert recipe.target.num_heads == recipe.target.num_kv_heads  # G = 1
+
+
+def test_a_recipe_of_a_target_with_gated_delta_nets_has_no_drafts():
+    recipe = make_zoo.read_recipe(RECIPES / "cpu_hybrid.yaml")
+    assert recipe.target.linear == (True, True, True, False) and recipe.drafts is None
+    assert recipe.target.attention_gate and recipe.target.norm == "rms_plus_one"  # of the family
+    eagle.head_config("mtp", recipe.target)
 
 
 def test_an_unknown_key_of_a_recipe_is_an_error(tmp_path):

@@ -10,7 +10,10 @@ import pytest
 import models
 from experiments.training import distill, trainer
 from experiments.training.trainer import Phase, Schedule
+from magicjax.kv_cache import state_layers
 from models import DecoderConfig
+from tests import reference_attention
+from tests.magicjax import tiny
 
 CONFIG = DecoderConfig(
     vocab_size=40,
@@ -48,6 +51,32 @@ def test_chunked_attention_equals_one_dense_softmax(length, monkeypatch):
     p = np.exp(scores - scores.max(-1, keepdims=True))
     expected = np.einsum("bhts,bshd->bthd", p / p.sum(-1, keepdims=True), v)
     np.testing.assert_allclose(out, expected, atol=2e-6)
+
+
+def test_gated_delta_nets_are_trained_as_the_recurrence_token_by_token(monkeypatch):
+    """The loss and its gradient, over texts of more than one part of a chain."""
+    monkeypatch.setattr(state_layers, "CHUNK", 16)
+    module = models.build(tiny.config(**tiny.HYBRID, tie_embeddings=True))
+    params = models.init_params(module, 0)
+    windows = jnp.asarray(np.random.default_rng(0).integers(0, tiny.VOCAB, (2, 41)), jnp.int32)
+
+    def recurrent(params):
+        tokens, positions = windows[:, :-1], jnp.broadcast_to(jnp.arange(40), (2, 40))
+        attend = reference_attention.attend_of(module.config)
+        hidden = module.apply(params, tokens, positions, attend)[0]
+        log = jax.nn.log_softmax(module.apply(params, hidden, method="unembed"))
+        return -jnp.take_along_axis(log, windows[:, 1:, None], -1).mean()
+
+    def trained(params):
+        return trainer.text_loss(module, params, windows)
+
+    (found, gradient), (loss, expected) = (
+        jax.jit(jax.value_and_grad(f))(params) for f in (trained, recurrent)
+    )
+    np.testing.assert_allclose(found, loss, rtol=1e-5)
+    for one, two in zip(*map(jax.tree.leaves, (gradient, expected)), strict=True):
+        np.testing.assert_allclose(one, two, atol=2e-5, rtol=1e-3)
+    assert all(np.abs(x).max() > 1e-6 for x in jax.tree.leaves(gradient))
 
 
 @pytest.mark.parametrize(
