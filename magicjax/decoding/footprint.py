@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import jax
 
+import models
 from magicjax import placement
 from magicjax.drafters import Drafter
 from magicjax.model import Model
@@ -64,10 +65,10 @@ def of_models(
       capacity: slots of a row in a full cache.
       mesh: factored; None: one device.
     """
-    models = target, *placement.models_of(drafter)
-    weights, *draft_weights = (_weight_bytes(model, target, mesh) for model in models)
-    streamed, *draft_streamed = (_streamed_bytes(model, target, mesh) for model in models)
-    loaded = [model for model in models if model.params is not None]
+    every = target, *placement.models_of(drafter)
+    weights, *draft_weights = (_weight_bytes(model, target, mesh) for model in every)
+    streamed, *draft_streamed = (_streamed_bytes(model, target, mesh) for model in every)
+    loaded = [model for model in every if model.params is not None]
     target_kv, draft_kv = kv_bytes(target, drafter, rows, capacity, mesh)
     return Footprint(
         weights=weights,
@@ -103,12 +104,29 @@ def largest(sizes: range, limit: float, needed: Callable[[int], float]) -> int:
 
 
 def _weight_bytes(model: Model, target: Model, mesh: AnyMesh | None) -> int:
-    """Returns the bytes of a model's weights on each device, without those that are streamed."""
+    """Returns the bytes of a model's weights on each device.
+
+    Those that are streamed, and those of the target that a head reads, are not part of it.
+    """
     if model.params is not None:
-        return part_bytes(model.params)
+        return part_bytes(model.params) - _shared_bytes(model, target, mesh)
     leaves = jax.tree.leaves(model.layout.abstract_params(model.module))
     size = sum(array_bytes(leaf.shape, leaf.dtype) for leaf in leaves)
-    return size // _parts(model, target, mesh, "shards")
+    return size // _parts(model, target, mesh, "shards") - _shared_bytes(model, target, mesh)
+
+
+def _shared_bytes(model: Model, target: Model, mesh: AnyMesh | None) -> int:
+    """Returns the bytes of the target's output matrix that are also a head's, on one device.
+
+    On a mesh every device has the whole head, and the target's matrix can be divided.
+    """
+    if mesh is not None or not isinstance(model.config, models.MtpConfig):
+        return 0
+    name = "embedding" if target.config.tie_embeddings else "unembedding"
+    is_packed = isinstance(models.formats_of(target.module).of(name), str)
+    if is_packed or model.dtype != target.dtype:
+        return 0
+    return array_bytes((model.config.vocab_size, model.config.hidden_size), model.dtype)
 
 
 def _streamed_bytes(model: Model, target: Model, mesh: AnyMesh | None) -> int:

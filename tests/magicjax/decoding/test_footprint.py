@@ -66,6 +66,26 @@ def request_of(target, rows=4, tokens=200, **options):
     return keywords.prepare(target, [[1] * tokens] * rows, max_tokens=20, **options)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_output_matrix_that_a_head_shares_with_its_target_counts_once(tied):
+    module = models.build(tiny.config(**tiny.HYBRID, tie_embeddings=tied))
+    target = magicjax.Model(module, tiny.put(tiny.drawn(module.config, 0)), name="target")
+    request = request_of(target, drafter=magicjax.MTP(tiny.mtp_head(target)), tree="chain:2")
+    (head,) = placement.models_of(request.drafter)
+    counted = memory.count(request)
+    buffers = {
+        x.unsafe_buffer_pointer(): x.nbytes for x in jax.tree.leaves((target.params, head.params))
+    }
+    assert counted.weights + counted.draft_weights == sum(buffers.values()) == counted.allocated
+    shapes = [dataclasses.replace(model, params=None) for model in (target, head)]
+    unloaded = footprint.of_models(shapes[0], magicjax.MTP(shapes[1]), 4, 256)
+    assert unloaded.draft_weights == counted.draft_weights
+    # In another dtype it is a copy.
+    wide = dataclasses.replace(shapes[0], module=module.clone(dtype=jax.numpy.dtype("bfloat16")))
+    other = footprint.of_models(wide, magicjax.MTP(shapes[1]), 4, 256)
+    assert other.draft_weights - unloaded.draft_weights == 4 * tiny.VOCAB * 32
+
+
 def skeleton(dtype="float32"):
     return magicjax.Model(models.build(tiny.config(), dtype), None)
 
