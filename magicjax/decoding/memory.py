@@ -43,6 +43,7 @@ def check_workload(
     workload: str,
     remedy: Callable[[float], list[str]],
     available: float | None = None,
+    besides: int = 0,
 ) -> None:
     """Raises OutOfMemoryError if weights and caches do not fit the free memory.
 
@@ -51,8 +52,9 @@ def check_workload(
       workload: what needs the memory, for the message.
       remedy: returns what fits, given the available bytes.
       available: bytes of each device; None: as its devices report now.
+      besides: bytes that the workload needs besides the request.
     """
-    needed = count(request).new
+    needed = count(request).new + besides
     where = request.target, request.settings.mesh
     limit = free_memory(*where) if available is None else available
     if limit is None or needed <= limit:

@@ -277,7 +277,8 @@ class Engine:
     @property
     def _longest_warm_up(self) -> int:
         """The tokens of a prompt with all kinds of pieces, if the capacity allows it."""
-        return min(self._setup.capacity - 1, self.config.prefill_chunk + 1)
+        rule = self._setup.prefill_rule
+        return min(self._setup.capacity - 1, rule.largest + max(rule.window, 1 + rule.overlap))
 
     def forget_texts(self) -> None:
         """Forgets the texts of finished requests that the drafter remembers."""
@@ -378,7 +379,12 @@ class Engine:
                 row = self._spare_rows.pop() if self._spare_rows else empty_row(self._setup)
             handle.reused_tokens, inputs = common, empty_layer_inputs(self._setup)
             self._rows[handle] = PrefillRow(decoder, *row, common, inputs)
-            self._scheduler.start(handle, common)
+            shared, rule = 0, self._setup.prefill_rule
+            if rule.keeps_states:
+                shared = self._prefixes.shared(prompt)
+                if common:
+                    self._rows[handle].keep_states(rule.first(common))
+            self._scheduler.start(handle, common, shared)
 
     def _insert(self, handle: Handle, prefilled: Prefilled) -> None:
         """Copies a prefilled row into a free slot, and hands out its first token."""
@@ -399,7 +405,7 @@ class Engine:
         fetched = row.ended, row.pending, row.logprobs, row.emitted
         ended, first, logprobs, emitted = global_arrays.fetch(fetched)
         if emitted[0]:  # else the cache has NaN
-            self._store(Prefix(handle.prompt, row.cache, row.drafter))
+            self._store(Prefix(handle.prompt, row.cache, row.drafter, prefilling.snapshots))
         self._ended[slot] = ended[0]
         # None, if the prompt alone is evaluated.
         first = first[: min(emitted[0], handle.text.limit)]

@@ -5,17 +5,28 @@ import dataclasses
 from magicjax.decoding import footprint, memory
 from magicjax.decoding.request import Request
 from magicjax.engine.config import EngineConfig
+from magicjax.engine.scheduler import SNAPSHOTS
 from magicjax.model import CAPACITY_MULTIPLE
 
 MAX_DEFAULT_PREFIXES = 4
 SMALL_BYTES = 1e9  # of caches that need not be smaller than the weights
 
 
+def snapshot_bytes(row: Request) -> int:
+    """Returns the bytes of the states that are kept of a text beside those at its end."""
+    return SNAPSHOTS * row.target.state_bytes
+
+
+def entry_bytes(row: Request) -> int:
+    """Returns the bytes of a prefix on the device: those of the row, and of states."""
+    return sum(row.kv_bytes) + snapshot_bytes(row)
+
+
 def num_prefixes(row: Request, config: EngineConfig) -> int:
-    """Returns how many prefixes are stored on the device; each has the bytes of the row."""
+    """Returns how many prefixes are stored on the device."""
     if config.prefix_bytes is not None:
-        return config.prefix_bytes // sum(row.kv_bytes)
-    if row.prefill_settings.stats_spec.total or _overlaps_states(row):  # they cannot be reused
+        return config.prefix_bytes // entry_bytes(row)
+    if row.prefill_settings.stats_spec.total:  # they cannot be reused
         return 0
     return min(MAX_DEFAULT_PREFIXES, config.slots)
 
@@ -37,37 +48,32 @@ def proportionate_slots(row: Request, config: EngineConfig) -> int:
     slots = config.slots
     while slots > 1:
         rows = all_rows(row, dataclasses.replace(config, slots=slots))
-        if sum(rows.kv_bytes) <= limit:
+        if sum(rows.kv_bytes) + _all_snapshot_bytes(row, config) <= limit:
             break
         slots //= 2
     return slots
 
 
-def _overlaps_states(row: Request) -> bool:
-    """Returns whether a drafter makes cached tokens run again, of which the target has a state."""
-    stats_spec = row.prefill_settings.stats_spec
-    return any(row.target.linear) and bool(stats_spec.layer_inputs or stats_spec.window)
+def _all_snapshot_bytes(row: Request, config: EngineConfig) -> int:
+    """Returns the bytes of the states that are kept of all prefixes and prompts in prefill."""
+    if not (prefixes := num_prefixes(row, config)):
+        return 0
+    return (prefixes + config.prefill_rows) * snapshot_bytes(row)
 
 
 def check_prefixes(row: Request, config: EngineConfig) -> None:
     """Raises ValueError for bytes of prefixes that can store none."""
-    max_bytes, entry_bytes = config.prefix_bytes, sum(row.kv_bytes)
+    max_bytes, size = config.prefix_bytes, entry_bytes(row)
     if max_bytes and row.prefill_settings.stats_spec.total:
         raise ValueError(
             f"prefix_bytes={max_bytes}: the drafter's policy reads the attention of all prompt "
             "tokens, so each prompt is prefilled whole: omit prefix_bytes, or use another policy, "
             "such as streaming or snapkv"
         )
-    if max_bytes and _overlaps_states(row):
+    if max_bytes is not None and 0 < max_bytes < size:
+        states = f" and {SNAPSHOTS} states" if snapshot_bytes(row) else ""
         raise ValueError(
-            f"prefix_bytes={max_bytes}: the drafter reads hidden states or queries of the last "
-            "tokens of a prefix, which are computed again, and the states of family "
-            f"{row.target.config.family!r} do not allow that: omit prefix_bytes, or use another "
-            "drafter"
-        )
-    if max_bytes is not None and 0 < max_bytes < entry_bytes:
-        raise ValueError(
-            f"prefix_bytes={max_bytes}: one prefix has {entry_bytes} bytes, those of a slot; use "
+            f"prefix_bytes={max_bytes}: one prefix has {size} bytes, those of a slot{states}; use "
             "at least as many, or 0 to store none"
         )
     if config.host_prefix_bytes and not num_prefixes(row, config):
@@ -92,18 +98,19 @@ def check(row: Request, config: EngineConfig, available: float | None = None) ->
     slots, capacity, prefills = config.slots, config.capacity, config.prefill_rows
     assert capacity is not None
     prefixes, groups = num_prefixes(row, config), row.settings.groups
-    rows = slots // groups + prefills + prefixes
+    rows, states = slots // groups + prefills + prefixes, _all_snapshot_bytes(row, config)
 
     def needed(row_slots: int) -> float:
         settings = dataclasses.replace(row.settings, capacity=row_slots)
         sized = dataclasses.replace(row, settings=settings)
         other_rows = prefills + num_prefixes(sized, config)
-        return memory.count(sized, slots // groups + other_rows).new
+        states = _all_snapshot_bytes(sized, config)
+        return memory.count(sized, slots // groups + other_rows).new + states
 
     def remedy(limit: float) -> list[str]:
         fitting = []
         counts = range(1, rows + 1)
-        most_rows = footprint.largest(counts, limit, lambda n: memory.count(row, n).new)
+        most_rows = footprint.largest(counts, limit - states, lambda n: memory.count(row, n).new)
         if (most_slots := most_rows - prefills - prefixes) > 0:
             fitting.append(f"slots={most_slots * groups}")
         row_slots = row.settings.capacity
@@ -112,11 +119,11 @@ def check(row: Request, config: EngineConfig, available: float | None = None) ->
         if (tokens := largest - (row_slots - capacity)) > 1:
             fitting.append(f"capacity={tokens}")
         if (most_prefixes := most_rows - prefills - slots // groups) >= 0:
-            fitting.append(f"prefix_bytes={most_prefixes * sum(row.kv_bytes)}")
+            fitting.append(f"prefix_bytes={most_prefixes * entry_bytes(row)}")
         return fitting
 
     workload = (
         f"an engine with slots={slots} of capacity={capacity}, {prefills} rows for prefill and "
         f"{prefixes} for prefixes"
     )
-    memory.check_workload(all_rows(row, config), workload, remedy, available)
+    memory.check_workload(all_rows(row, config), workload, remedy, available, states)

@@ -6,6 +6,9 @@ One program with a dynamic number of steps serves all prompt lengths.
 import dataclasses
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from magicjax.decoding.decoder import Decoder
 from magicjax.decoding.loop import DecodeState, Prefilled
 from magicjax.drafters.base import Previous
@@ -25,6 +28,7 @@ class PrefillRow:
         those of the prompt.
       reused: the tokens of the prompt that were cached before.
       layer_inputs: inputs of the target's layers at the prefilled tokens; the programs donate them.
+      snapshots: the target's states after so many tokens, copied (`magicjax.engine.prefix_store`).
     """
 
     decoder: Decoder
@@ -32,6 +36,7 @@ class PrefillRow:
     drafter_state: Any
     reused: int
     layer_inputs: dict[int, Any]
+    snapshots: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     def advance(self, piece: Piece) -> Prefilled:
         """Prefills a piece; returns the results of the program."""
@@ -42,7 +47,13 @@ class PrefillRow:
         cache = dataclasses.replace(self.cache, lengths=first)
         self.cache, prefilled = self.decoder.prefill(rows, settings, cache, self.layer_inputs)
         self.layer_inputs = prefilled.stats.layer_inputs
+        if piece.is_kept:
+            self.keep_states(piece.end)
         return prefilled
+
+    def keep_states(self, length: int) -> None:
+        """Keeps a copy of the target's states, which have `length` tokens."""
+        self.snapshots[length] = jax.tree.map(jnp.copy, self.cache.states)
 
     def finish(self, prefilled: Prefilled, without_drafter: bool) -> DecodeState:
         """Returns the state of the row after the last piece.

@@ -2,10 +2,12 @@
 
 A new prompt starts from a copy of the entry that shares the most tokens with its beginning. The
 most recently used entries are on the device and the others in host memory. All entries on the
-device have the shapes of one row, so copying compiles nothing. Entries with states are used whole.
+device have the shapes of one row, so copying compiles nothing. States cannot be shortened: an entry
+keeps a few from within its text, and a prompt starts from the longest one that it begins with.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -14,13 +16,17 @@ import numpy as np
 from jaxtyping import Int
 
 from magicjax.decoding.memory import OutOfMemoryError
-from magicjax.engine.memory_check import num_prefixes
-from magicjax.engine.scheduler import common_prefix
+from magicjax.engine.memory_check import entry_bytes, num_prefixes, snapshot_bytes
+from magicjax.engine.scheduler import SNAPSHOTS, PrefillRule, common_prefix
 from magicjax.engine.setup import EngineSetup
 from magicjax.kv_cache.full_cache import KVCache
+from magicjax.kv_cache.state_layers import LayerState
 from magicjax.model import RING_SPARE
 from magicjax.parallel import offloading
 from sharding import global_arrays
+
+States = tuple[LayerState | None, ...]  # of the layers, as in `KVCache`
+_BY_TOKEN = PrefillRule(chunk=1, largest=1)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,12 +37,15 @@ class Prefix:
       tokens: int32 [T], of the text.
       cache: the target's, of one row.
       drafter_state: the drafter's, of one row, after the text.
+      snapshots: the target's states after so many first tokens of the text, fewer than T; the
+        newest `SNAPSHOTS`. Several prefixes can share them.
       on_host: whether the arrays are NumPy arrays, and the caches have T slots.
     """
 
     tokens: Int[np.ndarray, "T"]
     cache: KVCache
     drafter_state: Any
+    snapshots: dict[int, States] = dataclasses.field(default_factory=dict)
     on_host: bool = False
 
     @property
@@ -67,17 +76,26 @@ class Prefix:
             return None
         return int(global_arrays.fetch(self.cache.lengths).max())
 
-    def begins(self, text: Int[np.ndarray, "T"], common: int) -> bool:
-        """Whether the target can go on after the first `common` tokens, which a text shares.
+    def longest_state(self, most: int) -> int:
+        """Returns the tokens of the longest states that have at most `most`; 0 if none have."""
+        lengths = *self.snapshots, len(self.tokens)  # since `PrefixStore.add`
+        return max((length for length in lengths if length <= most), default=0)
 
-        A state cannot be shortened: it must be that of a text with which the other one begins.
-        """
-        return self.state_length in (None, min(common, len(text) - 1))
+    def from_state(self, length: int) -> tuple[KVCache, Any]:
+        """Returns the row with the states after `length` tokens; see `longest_state`."""
+        states = self.snapshots.get(length, self.cache.states)
+        return dataclasses.replace(self.cache, states=states), self.drafter_state
+
+    def with_snapshots(self, others: dict[int, States]) -> "Prefix":
+        """Returns the prefix with the newest of its own and other states of its text."""
+        known = {n: x for n, x in (self.snapshots | others).items() if n < len(self.tokens)}
+        newest = sorted(known)[-SNAPSHOTS:]
+        return dataclasses.replace(self, snapshots={n: known[n] for n in newest})
 
     @property
     def num_bytes(self) -> int:
         """The bytes of all arrays."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.row))
+        return sum(leaf.nbytes for leaf in jax.tree.leaves((self.row, self.snapshots)))
 
 
 class PrefixStore:
@@ -91,8 +109,8 @@ class PrefixStore:
       max_entries: on the device; 0: nothing is stored.
       max_host_bytes: 0: nothing is stored in host memory.
       min_shared: common tokens; prefixes that share fewer are not reused.
-      recomputed: number of common tokens that are computed again. A model with sliding windows goes
-        on from the last `RING_SPARE` tokens of a text that is longer than its rings.
+      rule: says which common tokens are computed again. A model with sliding windows goes on from
+        the last `RING_SPARE` tokens of a text that is longer than its rings.
       lookups, hits: prompts that were looked up, and those that shared enough tokens.
       host_hits: the hits of prefixes that were in host memory.
       reused_tokens: prompt tokens of all hits whose keys and values were stored.
@@ -105,7 +123,7 @@ class PrefixStore:
         min_shared: int,
         max_host_bytes: int = 0,
         row_shapes: Any = None,
-        recomputed: int = 1,
+        rule: PrefillRule = _BY_TOKEN,
     ):
         """Starts an empty store.
 
@@ -115,9 +133,9 @@ class PrefixStore:
             stored.
           max_host_bytes: bytes of all entries in host memory.
           row_shapes: shapes and shardings of the arrays on the device, if max_host_bytes is not 0.
-          recomputed: the most common tokens that are computed again.
+          rule: how prompts are prefilled.
         """
-        self.recomputed = recomputed
+        self.rule = rule
         self.entry_bytes, self.max_entries = entry_bytes, max_bytes // entry_bytes
         self.max_host_bytes, self._row_shapes = max_host_bytes, row_shapes
         self.min_shared = min_shared
@@ -130,7 +148,7 @@ class PrefixStore:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the entries on the device."""
+        """The bytes for the entries on the device, whether or not they have all states."""
         return len(self._on_device()) * self.entry_bytes
 
     @property
@@ -154,28 +172,44 @@ class PrefixStore:
         self.hits += 1
         self.host_hits += best.on_host
         self.reused_tokens += common
-        return jax.tree.map(jnp.copy, self._use(best).row), common
+        best = self._use(best)
+        row = best.row if not best.cache.states else best.from_state(self.rule.first(common))
+        return jax.tree.map(jnp.copy, row), common
 
     def match(self, tokens: Int[np.ndarray, "T"]) -> int:
-        """Returns how many first tokens a text shares with an entry; 0 if too few."""
+        """Returns how many first tokens a text has from an entry; 0 if too few."""
         return self._longest(tokens)[1]
 
+    def shared(self, tokens: Int[np.ndarray, "T"]) -> int:
+        """Returns the most first tokens that a text shares with an entry, reusable or not."""
+        return max((common_prefix(entry.tokens, tokens) for entry in self._entries), default=0)
+
     def _longest(self, tokens: Int[np.ndarray, "T"]) -> tuple[Prefix | None, int]:
-        """Returns the entry that shares the most tokens, of several the most recently used."""
-        best, common = None, self.min_shared - 1
+        """Returns the entry that gives a text the most tokens, and how many.
+
+        Of several, it is the most recently used one.
+        """
+        best, most = None, self.min_shared - 1
         for entry in reversed(self._entries):
-            count = common_prefix(entry.tokens, tokens)
-            if count <= common or not entry.begins(tokens, count):
-                continue
-            if entry.holds(count - self.recomputed):
-                best, common = entry, count
-        return (None, 0) if best is None else (best, common)
+            shared = common_prefix(entry.tokens, tokens)
+            if shared > most and (count := self._reusable(entry, len(tokens), shared)) > most:
+                best, most = entry, count
+        return (None, 0) if best is None else (best, most)
+
+    def _reusable(self, entry: Prefix, length: int, shared: int) -> int:
+        """Returns how many of the tokens that a text of a length shares with an entry it gives."""
+        if not entry.cache.states:
+            recomputed = max(1, self.rule.window, self.rule.overlap)
+            return shared if entry.holds(shared - recomputed) else 0
+        state = entry.longest_state(self.rule.last_state(length, shared))
+        return state + self.rule.overlap if state else 0
 
     def add(self, prefix: Prefix) -> tuple[KVCache, Any] | None:
         """Stores a prefix; returns arrays on the device that it has no more use for, or None.
 
-        A prefix of another entry is not stored, and replaces those that are its own prefixes. Nor
-        are states after a stop string, which have tokens after it that no text begins with.
+        A prefix of another entry is not stored, and replaces those that are its own prefixes. The
+        entry that remains has the states of both. States after a stop string are not stored: they
+        have tokens after it that no text begins with.
         """
         if not self.max_entries or len(prefix.tokens) < self.min_shared:
             return prefix.row
@@ -183,17 +217,29 @@ class PrefixStore:
             return prefix.row
         for entry in self._entries:
             if common_prefix(entry.tokens, prefix.tokens) == len(prefix.tokens):
-                self._use(entry)
+                self._entries[-1] = self._use(entry).with_snapshots(prefix.snapshots)
                 return prefix.row
         covered = [
             e for e in self._entries if common_prefix(e.tokens, prefix.tokens) == len(e.tokens)
         ]
         for entry in covered:
             self._entries.remove(entry)
+            prefix = prefix.with_snapshots(self._states_of(entry))
         unused = next((entry.row for entry in covered if not entry.on_host), None)
         unused = unused or self._make_room()
         self._entries.append(prefix)
         return unused
+
+    def _states_of(self, prefix: Prefix) -> dict[int, States]:
+        """Returns copies on the device of all states of a prefix, if it has any."""
+        if not prefix.cache.states:
+            return {}
+        if prefix.on_host:
+            put = functools.partial(_put_states, row_shapes=self._row_shapes)
+            every = prefix.snapshots | {len(prefix.tokens): prefix.cache.states}
+            return {length: put(states) for length, states in every.items()}
+        own = jax.tree.map(jnp.copy, prefix.cache.states)  # the row may be donated
+        return prefix.snapshots | {len(prefix.tokens): own}
 
     def _use(self, prefix: Prefix) -> Prefix:
         """Makes an entry the most recently used one; returns it on the device."""
@@ -230,11 +276,11 @@ def to_host(prefix: Prefix) -> Prefix:
         k, v = jax.tree.map(lambda slots: slots[:, :, :length], (x.k, x.v))
         return dataclasses.replace(x, k=k, v=v)
 
-    fetched = global_arrays.fetch(prefix.row)
+    fetched, snapshots = global_arrays.fetch((prefix.row, prefix.snapshots))
     cut_row = jax.tree.map(cut, fetched, is_leaf=lambda x: isinstance(x, KVCache))
     # Copies: what is fetched from a CPU device are views of buffers that programs will overwrite.
-    cache, drafter_state = jax.tree.map(np.array, cut_row)
-    return Prefix(prefix.tokens, cache, drafter_state, on_host=True)
+    (cache, drafter_state), snapshots = jax.tree.map(np.array, (cut_row, snapshots))
+    return Prefix(prefix.tokens, cache, drafter_state, snapshots, on_host=True)
 
 
 def to_device(prefix: Prefix, row_shapes: Any) -> Prefix:
@@ -244,13 +290,20 @@ def to_device(prefix: Prefix, row_shapes: Any) -> Prefix:
       prefix: in host memory.
       row_shapes: shapes and shardings of the arrays on the device.
     """
+    snapshots = {n: _put_states(states, row_shapes) for n, states in prefix.snapshots.items()}
+    cache, drafter_state = jax.tree.map(_put, prefix.row, row_shapes)
+    return Prefix(prefix.tokens, cache, drafter_state, snapshots)
 
-    def put(x, shape):
-        whole = np.zeros(shape.shape, shape.dtype)
-        whole[tuple(map(slice, x.shape))] = x
-        return global_arrays.put(whole, shape.sharding)
 
-    return Prefix(prefix.tokens, *jax.tree.map(put, prefix.row, row_shapes))
+def _put(x: np.ndarray, shape: Any) -> jax.Array:
+    """Returns an array of a shape and sharding, with zeros after `x`."""
+    whole = np.zeros(shape.shape, shape.dtype)
+    whole[tuple(map(slice, x.shape))] = x
+    return global_arrays.put(whole, shape.sharding)
+
+
+def _put_states(states: States, row_shapes: Any) -> States:
+    return jax.tree.map(_put, states, row_shapes[0].states)
 
 
 def make_store(setup: EngineSetup) -> PrefixStore:
@@ -260,18 +313,15 @@ def make_store(setup: EngineSetup) -> PrefixStore:
       ValueError: fewer bytes of host memory than the longest prefix has.
       OutOfMemoryError: more bytes than host memory has.
     """
-    config, entry_bytes = setup.config, sum(setup.row.kv_bytes)
-    entries, rule = num_prefixes(setup.row, config), setup.prefill_rule
-    recomputed = max(1, rule.window, rule.overlap)
+    config, row, rule = setup.config, setup.row, setup.prefill_rule
+    size = entry_bytes(row)
     # A shorter prefix saves no step of prefill.
-    min_shared = setup.row.settings.chunk
+    sizes = num_prefixes(row, config) * size, size, row.settings.chunk
     if not config.host_prefix_bytes:
-        return PrefixStore(entries * entry_bytes, entry_bytes, min_shared, recomputed=recomputed)
+        return PrefixStore(*sizes, rule=rule)
     shapes = _with_shardings(setup)
-    _check_host_bytes(config.host_prefix_bytes, shapes)
-    return PrefixStore(
-        entries * entry_bytes, entry_bytes, min_shared, config.host_prefix_bytes, shapes, recomputed
-    )
+    _check_host_bytes(config.host_prefix_bytes, shapes, snapshot_bytes(row))
+    return PrefixStore(*sizes, config.host_prefix_bytes, shapes, rule)
 
 
 def _with_shardings(setup: EngineSetup) -> Any:
@@ -283,9 +333,9 @@ def _with_shardings(setup: EngineSetup) -> Any:
     )
 
 
-def _check_host_bytes(max_bytes: int, shapes: Any) -> None:
+def _check_host_bytes(max_bytes: int, shapes: Any, snapshots: int) -> None:
     """Raises ValueError or OutOfMemoryError; see `make_store`."""
-    longest = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+    longest = snapshots + sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
     if max_bytes < longest:
         raise ValueError(
             f"host_prefix_bytes={max_bytes}: the longest prefix has {longest} bytes; use at least "

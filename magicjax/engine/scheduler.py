@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Int
 
 AGING_S = 10.0  # waiting for this long raises a request's priority by 1
+SNAPSHOTS = 4  # the most states of a text that are kept beside those at its end
 
 Tokens = Int[np.ndarray, "T"]
 
@@ -42,11 +43,13 @@ class Piece:
     Attributes:
       first, end: positions; the tokens before `first` are cached.
       chunk: tokens of a step of the program.
+      is_kept: whether the target's states at `end` are kept for later prompts.
     """
 
     first: int
     end: int
     chunk: int
+    is_kept: bool = False
 
     @property
     def tokens(self) -> int:
@@ -66,6 +69,7 @@ class PrefillRule:
       whole: whether the policy reads the attention of all tokens, so that a prompt is one piece.
       overlap: how many of the cached tokens are computed again, because the drafter combines what
         it reads of a token with the token after it.
+      keeps_states: whether the target has states, of which some are kept for later prompts.
     """
 
     chunk: int
@@ -73,12 +77,47 @@ class PrefillRule:
     window: int = 0
     whole: bool = False
     overlap: int = 0
+    keeps_states: bool = False
 
     def first(self, cached: int) -> int:
         """Returns where prefill begins, if the first `cached` tokens are in the cache."""
         return 0 if self.whole else max(0, cached - self.overlap)
 
-    def piece(self, length: int, first: int, limit: int | None = None) -> Piece:
+    def last_state(self, length: int, shared: int) -> int:
+        """Returns after how many tokens a prompt can go on from states, at most.
+
+        Args:
+          length: of the prompt, whose last tokens run again.
+          shared: the first tokens that it shares with the text of the states.
+        """
+        return min(min(shared, length - 1) - self.overlap, length - self.window)
+
+    def kept_states(self, length: int, first: int, shared: int) -> tuple[int, ...]:
+        """Returns after how many tokens of a prompt states are kept, fewer than `SNAPSHOTS`.
+
+        They are kept after the last step that leaves a token, for the same prompt; after the pieces
+        before, for prompts with another end; and where the prompt leaves a stored text, as the next
+        one may do. Each is a multiple of a step away from `first`, so that no step is added.
+
+        Args:
+          length: length of the prompt.
+          first: where its prefill begins.
+          shared: the first tokens that it shares with a stored text.
+        """
+        if not self.keeps_states:
+            return ()
+
+        def at_most(tokens: int) -> int:
+            return first + max(0, tokens - first) // self.chunk * self.chunk
+
+        last, fork = (at_most(self.last_state(length, n)) for n in (length, shared))
+        newest = sorted({*range(first, last, self.largest), last} - {first, fork})
+        others = SNAPSHOTS - 1 - (fork > first)
+        return tuple(sorted({*newest[-others:], fork} - {first}))
+
+    def piece(
+        self, length: int, first: int, limit: int | None = None, kept: tuple[int, ...] = ()
+    ) -> Piece:
         """Returns the piece that begins at `first` < `length`.
 
         With at most 512 tokens between calls of the loop, a prompt of 1,200 tokens has the pieces
@@ -88,9 +127,16 @@ class PrefillRule:
           length: length of the prompt.
           first: the tokens before are prefilled.
           limit: the most tokens, a multiple of the smallest chunk; None: the largest piece.
+          kept: the result of `kept_states`, at which pieces end.
         """
         if self.whole:
             return Piece(0, length, self.chunk)
+        end = next((end for end in kept if end > first), length)
+        if end < length:  # the window comes after it
+            most = self.largest if limit is None else min(limit, self.largest)
+            chunk = self.largest if end - first >= self.largest == most else self.chunk
+            end = min(end, first + most)
+            return Piece(first, end, chunk, end in kept)
         # The last piece has the window, and computes no token again that an earlier piece did: the
         # rings of layers with sliding windows no longer have what these tokens see.
         last = max(0, length - self.window)
@@ -102,9 +148,9 @@ class PrefillRule:
 
     def chunks(self, length: int) -> set[int]:
         """Returns the chunks of the pieces of a prompt, each of which is a program."""
-        first, chunks = 0, set[int]()
+        first, chunks, kept = 0, set[int](), self.kept_states(length, 0, 0)
         while first < length:
-            piece = self.piece(length, first)
+            piece = self.piece(length, first, kept=kept)
             first = piece.end
             chunks.add(piece.chunk)
         return chunks
@@ -144,6 +190,7 @@ class Scheduler[Handle: QueuedRequest]:
         """
         self.waiting: list[Handle] = []
         self.prefilling: collections.deque[tuple[Handle, int]] = collections.deque()
+        self._kept: dict[int, tuple[int, ...]] = {}  # of those in prefill, by identity
         self.running: dict[int, Handle] = {}
         self._slots, self._groups, self._queue_limit = slots, groups, queue_limit
         self._rule, self._prefill_rows, self._min_shared = rule, prefill_rows, min_shared
@@ -208,10 +255,15 @@ class Scheduler[Handle: QueuedRequest]:
                 return None
         return first
 
-    def start(self, handle: Handle, cached: int) -> None:
-        """Moves a request from the queue to prefill; its first `cached` tokens need none."""
+    def start(self, handle: Handle, cached: int, shared: int = 0) -> None:
+        """Moves a request from the queue to prefill; its first `cached` tokens need none.
+
+        It shares the first `shared` tokens with a stored text.
+        """
         self.waiting.remove(handle)
-        self.prefilling.append((handle, self._rule.first(cached)))
+        first = self._rule.first(cached)
+        self.prefilling.append((handle, first))
+        self._kept[id(handle)] = self._rule.kept_states(len(handle.prompt), first, shared)
 
     def next_piece(self) -> tuple[Handle, Piece] | None:
         """Returns what to prefill next; None if this step has prefilled enough, or nothing is left.
@@ -222,7 +274,8 @@ class Scheduler[Handle: QueuedRequest]:
             self._filling = 0
             return None
         handle, first = self.prefilling[0]
-        piece = self._rule.piece(len(handle.prompt), first, self._limit)
+        kept = self._kept[id(handle)]
+        piece = self._rule.piece(len(handle.prompt), first, self._limit, kept)
         most = self._rule.largest if self._limit is None else self._limit
         if self._prefilled and self._prefilled + piece.tokens > most:
             return None
@@ -259,6 +312,7 @@ class Scheduler[Handle: QueuedRequest]:
         remaining = [pair for pair in self.prefilling if pair[0] is not handle]
         removed = len(remaining) < len(self.prefilling)
         self.prefilling = collections.deque(remaining)
+        self._kept.pop(id(handle), None)
         return removed
 
 

@@ -73,7 +73,10 @@ class EngineSetup:
         chunk, stats_spec = self.row.settings.chunk, self.row.prefill_settings.stats_spec
         largest = self.config.prefill_chunk
         overlap = int(bool(stats_spec.layer_inputs))
-        return PrefillRule(chunk, largest, stats_spec.window, stats_spec.total, overlap)
+        stored = memory_check.num_prefixes(self.row, self.config) > 0
+        keeps_states = stored and any(self.row.target.linear)
+        reread = stats_spec.window, stats_spec.total, overlap
+        return PrefillRule(chunk, largest, *reread, keeps_states)
 
     @functools.cached_property
     def kv_bytes(self) -> int:

@@ -164,8 +164,7 @@ def _stores_prefixes(made: Configuration, drafter) -> bool:
     """Returns whether an engine stores prefixes by default."""
     if drafter is None:
         return True
-    spec, has_states = drafter.stats_spec(), any(made.target(0).linear)
-    return not spec.total and not (has_states and (spec.layer_inputs or spec.window))
+    return not drafter.stats_spec().total
 
 
 def _run(session: Session, unit: int, found: Found) -> int:

@@ -1,23 +1,26 @@
-"""Engines of a target with states: texts are those of plain decoding, prefixes are used whole."""
+"""Engines of a target with states: texts are those of plain decoding, prefixes of kept states."""
 
 import functools
 
+import jax
 import numpy as np
 import pytest
 
 import magicjax
 from magicjax import SamplingParams
+from magicjax.decoding import program_cache
+from magicjax.engine import prefix_store
 from magicjax.engine.handle import Handle
 from tests.fuzz import checks
 from tests.magicjax import recomputation, tiny
 from tests.quick import quick
 
-WIDTH, NEW = 128, 12
-logits = functools.partial(recomputation.logits, width=WIDTH)
+WIDTH, WIDE, NEW = 128, 336, 12
 DRAFTERS = {
     "plain": (None, None),
     "hybrid near": (tiny.drafter("hybrid near"), tiny.TREES["2,2,1"]),
     "snapkv": (magicjax.SelfSpeculation("snapkv", 40, refresh_every=2), tiny.TREES["chain4"]),
+    "eagle": (magicjax.Eagle(tiny.head(tiny.model("hybrid"))), tiny.TREES["chain4"]),
     "cascade": (
         magicjax.Cascade(tiny.drafter("near"), tiny.drafter("self"), tiny.TREES["chain2"]),
         tiny.TREES["chain4"],
@@ -41,6 +44,8 @@ def text(length: int, seed: int = 0) -> np.ndarray:
 
 
 def check(prompt, result) -> None:
+    width = WIDTH if len(prompt) + NEW <= WIDTH else WIDE
+    logits = functools.partial(recomputation.logits, width=width)
     checks.greedy(tiny.model("hybrid"), prompt, result.tokens, logits)
 
 
@@ -53,7 +58,7 @@ def served(running: magicjax.Engine, prompt, new: int = NEW) -> tuple[np.ndarray
 
 @pytest.mark.parametrize("name", quick(DRAFTERS, "plain"))
 def test_requests_that_come_and_go_have_their_own_texts(name):
-    running = engine(name, **dict(prefix_bytes=0) if name == "snapkv" else {})
+    running = engine(name)
     asked = [text(n, seed=n) for n in (90, 5, 40, 66, 17)]
     handles = []
     for number, prompt in enumerate(asked):  # rows of several lengths, some prefilled in pieces
@@ -65,18 +70,64 @@ def test_requests_that_come_and_go_have_their_own_texts(name):
 
 
 @pytest.mark.parametrize("name", quick(["plain", "hybrid near"], "hybrid near"))
-def test_a_text_goes_on_from_the_end_of_another_only(name):
-    running, prompt = engine(name), text(66)
+def test_a_text_goes_on_from_its_end_and_from_kept_states_only(name):
+    running, prompt = engine(name), text(70)
     found, reused = served(running, prompt)
     assert reused == 0
     turn = np.concatenate([prompt, found, text(9, seed=1)])
     assert served(running, turn)[1] == len(prompt) + NEW - 1  # all but the pending token
     longer = np.concatenate([prompt, text(5, seed=2)])
-    # The prompt's own entry is covered by that of the turn, which has more tokens.
-    assert served(running, longer)[1] == 0
-    assert served(running, longer)[1] == 0  # not even a text itself: its last token is in the state
-    other = np.concatenate([longer, text(3, seed=3)])
+    assert served(running, longer)[1] == len(prompt)  # of the entry that the turn's replaced
+    assert served(running, longer)[1] == len(prompt)  # its own last token is in the state
+    assert served(running, prompt)[1] == 64  # likewise: after the last whole step of prefill
+    assert served(running, prompt[:67])[1] == 64
+    assert served(running, prompt[:64])[1] == 0
+    other = np.concatenate([prompt[:63], text(9, seed=3)])
     assert served(running, other)[1] == 0
+
+
+@pytest.mark.parametrize("name", quick(DRAFTERS, "eagle"))
+def test_questions_about_a_document_and_samples_of_a_prompt_reuse_it(name):
+    running = engine(name, capacity=WIDE, prefill_chunk=128, max_tokens=16)
+    running.warm_up()
+    compiled, overlap = program_cache.totals(), int(name == "eagle")
+    document = text(210)
+    asked = [np.concatenate([document, text(90 + n, seed=n)]) for n in range(3)]
+    # The pieces of the first prompt end at 128 and 256. The second one leaves it at 210, before
+    # which its steps of prefill end at 192.
+    for prompt, states in zip(asked, (0, 128, 192), strict=True):
+        assert served(running, prompt)[1] == states + (overlap if states else 0)
+    samples = running.submit_samples(asked[2], 2, SamplingParams(max_tokens=NEW))
+    running.run()
+    for handle in samples:
+        check(asked[2], handle.result())
+        # Of 302 tokens, steps from 192 on end at 256; SnapKV reads the queries of the last 32.
+        assert handle.result().stats.reused_tokens == 256 + overlap
+    assert program_cache.totals() == compiled
+    assert running.stats.reused_tokens == 128 + 192 + 2 * 256 + 4 * overlap
+
+
+def test_states_of_another_length_have_another_text(monkeypatch):
+    """Negative control."""
+    running, document = engine("plain"), text(70)
+    served(running, document)
+    monkeypatch.setattr(prefix_store.Prefix, "from_state", lambda prefix, length: prefix.row)
+    with pytest.raises(AssertionError):
+        served(running, document[:65])
+
+
+def test_kept_states_count_as_bytes_of_their_entries():
+    running = engine("plain", prefix_bytes=10**9 // 2, capacity=WIDE)
+    row = sum(running._setup.row.kv_bytes)
+    size = row + 4 * tiny.model("hybrid").state_bytes
+    assert running._prefixes.max_entries == 10**9 // 2 // size
+    with pytest.raises(ValueError, match=f"one prefix has {size} bytes, those of a slot and 4 sta"):
+        engine("plain", prefix_bytes=size - 1, capacity=WIDE)
+    served(running, text(300))
+    (entry,) = running._prefixes._entries
+    assert list(entry.snapshots) == [128, 192, 256, 300]  # 64 is the oldest
+    arrays = jax.tree.leaves((entry.cache.k, entry.cache.v, entry.cache.states, entry.snapshots))
+    assert sum(x.nbytes for x in arrays) <= size == running.stats.prefix_bytes
 
 
 def test_a_text_that_a_stop_string_ends_is_not_stored(monkeypatch):
@@ -102,19 +153,15 @@ def test_a_text_that_a_stop_string_ends_is_not_stored(monkeypatch):
 def test_prefixes_with_states_return_from_host_memory():
     running = engine("plain", host_prefix_bytes=10**7)
     running._prefixes.max_entries = 1
-    prompts = [text(66, seed) for seed in range(2)]
-    texts = [np.concatenate([prompt, served(running, prompt)[0]]) for prompt in prompts]
-    for whole in texts:
-        turn = np.concatenate([whole, text(4, seed=5)])
-        assert served(running, turn)[1] == len(whole) - 1
-    assert running.stats.prefix_host_hits
-
-
-@pytest.mark.parametrize("kind", ["eagle", "snapkv"])
-def test_prefixes_for_a_drafter_that_reads_their_last_tokens_are_an_error(kind):
-    drafter = magicjax.SelfSpeculation("snapkv", 64)
-    if kind == "eagle":
-        drafter = magicjax.Eagle(tiny.head(tiny.model("hybrid")))
-    config = magicjax.EngineConfig(slots=2, capacity=WIDTH, prefix_bytes=10**7)
-    with pytest.raises(ValueError, match="prefix_bytes=10000000: the drafter reads hidden states"):
-        magicjax.Engine(tiny.model("hybrid"), drafter, config=config)
+    prompts = [text(70, seed) for seed in range(2)]
+    whole = [np.concatenate([prompt, served(running, prompt)[0]]) for prompt in prompts]
+    assert served(running, prompts[0])[1] == 64  # the other one goes to host memory
+    assert served(running, np.concatenate([whole[1], text(4)]))[1] == len(whole[1]) - 1
+    assert running.stats.prefix_host_hits == 2
+    (longest,) = (entry for entry in running._prefixes._entries if not entry.on_host)
+    running._prefixes._entries[:] = [prefix_store.to_host(longest)]
+    longer = np.concatenate([longest.tokens, text(9, seed=6)])
+    assert served(running, longer)[1] == len(longest.tokens)
+    shorter = len(longest.tokens) - NEW + 1  # the prompt of the entry that was replaced
+    again = np.concatenate([longest.tokens[:shorter], text(9, seed=7)])
+    assert served(running, again)[1] == shorter
