@@ -309,7 +309,8 @@ _HYBRID_EXPERT_DEFAULTS = {
 }
 # Settings of the drafter that Qwen3.5's files have, and some that its text decoder does not read.
 _MTP = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
-_UNREAD = (*_MTP, "attn_output_gate", "decoder_sparse_step", "mlp_only_layers")
+_UNREAD = (*_MTP, "decoder_sparse_step", "mlp_only_layers")
+_GATED = {**_SILU, "attn_output_gate": (True,)}
 
 # The text decoder of models that also read images, by their `model_type`.
 TEXT_DECODERS: Mapping[str, str] = MappingProxyType(
@@ -454,7 +455,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             settings=_HYBRID_SETTINGS,
             parts=("rope", "delta_net"),
             defaults={**_HYBRID_DEFAULTS, "num_key_value_heads": 4},
-            fixed=_SILU,
+            fixed=_GATED,
             ignored=_UNREAD,
         ),
         "qwen3_5_moe_text": Family(
@@ -464,7 +465,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             settings=_HYBRID_SETTINGS,
             parts=("rope", "delta_net"),
             defaults={**_HYBRID_EXPERT_DEFAULTS, "num_experts": 256, "num_experts_per_tok": 8},
-            fixed=_SILU,
+            fixed=_GATED,
             ignored=(*_TRAINING, *_UNREAD, "intermediate_size"),
             aliases={"num_local_experts": "num_experts"},
         ),

@@ -565,6 +565,8 @@ REFUSED = [
     ("qwen3-30b-a3b", {"mlp_only_layers": [0]}),
     ("qwen3-next-80b-a3b", {"mlp_only_layers": [0]}),
     ("qwen3-next-80b-a3b", {"layer_types": ["sliding_attention"] * 48}),
+    ("qwen3.5-27b", {"attn_output_gate": False}),
+    ("qwen3.5-35b-a3b", {"attn_output_gate": False}),
     ("gemma-2-9b", {"use_bidirectional_attention": True}),
     ("gemma-3-1b", {"attn_logit_softcapping": 50.0}),
     ("gemma-3-1b", {"use_bidirectional_attention": True}),

@@ -493,7 +493,7 @@ def test_published_files_are_of_every_family():
 @pytest.mark.parametrize(("name", "change"), REFUSED)
 def test_a_published_file_with_an_unsupported_setting_is_refused(name, change):
     with pytest.raises(ValueError, match=re.escape(next(iter(change)))):
-        read_config(PUBLISHED[name] | change)
+        read_config(text_decoder(PUBLISHED[name]) | change)
 
 
 def test_unknown_keys_are_ignored_with_one_line(ignored, caplog):
@@ -578,7 +578,8 @@ def test_no_key_that_transformers_reads_is_ignored_as_unknown(family, ignored):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_key_is_refused_that_transformers_does_not_read(family):
-    assert set(FAMILIES[family].fixed) <= declared(family)
+    by_others = {"attn_output_gate"}  # of Qwen3.5's files, which transformers takes for true
+    assert set(FAMILIES[family].fixed) - by_others <= declared(family)
 
 
 def test_no_setting_of_positions_or_attention_is_ignored_as_unknown():
