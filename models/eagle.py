@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from models.decoder import DecoderConfig, FeedForward
-from models.layers import NEVER, Attend, PassResult, RMSNorm, scaled
+from models.layers import NEVER, Attend, PassResult, RMSNorm, in_every_layer, scaled
 from models.linear import Projection, products, project
 from models.positions import rotate
 from models.quantized import MatrixFormats
@@ -127,12 +127,6 @@ class EagleLayer(nn.Module):
         hidden = (normed if self.config.norm_before_residual else feature) + self.out(out)
         return hidden + self.mlp(self.mlp_norm(hidden)), aux
 
-    def keys_values(self, x, feature, positions) -> tuple[Array, Array]:
-        rope: Any = self.config.rope
-        joined = jnp.concatenate([self.embedding_norm(x), self.feature_norm(feature)], -1)
-        k, v = project(joined, self.k, self.v)
-        return rotate(k, positions, rope), v
-
 
 class EagleHead(nn.Module):
     """An EAGLE-3 head; `fuse`, `decode`, `keys_values` and `unembed` are applied by name.
@@ -221,7 +215,13 @@ class EagleHead(nn.Module):
 
     def keys_values(self, x, feature, positions) -> tuple[Array, Array]:
         """Returns keys and values [B, T, K, D], which do not depend on other tokens."""
-        return self.layers[0].keys_values(x, feature, positions)
+
+        def keep(q, k, v, **options):
+            return jnp.zeros_like(q), (k, v)
+
+        # XLA removes what only the output needs.
+        _, (kept,) = self.decode(x, feature, positions, in_every_layer(keep))
+        return kept
 
     def draft_logits(self, hidden: Float[Array, "*B E"]) -> Float[Array, "*B R"]:
         """Returns the logits of the tokens that the head can propose, at least float32."""

@@ -101,17 +101,7 @@ class MtpHead(EagleHead):
         positions: Int[Array, "B T"],
         attend: Attend,
     ) -> tuple[Float[Array, "B T E"], tuple]:
-        joined = self._joined(x, feature)
+        normed = self.embedding_norm(x), self.feature_norm(feature)
+        joined = self.fc(jnp.concatenate(normed, -1))
         hidden, aux = self.layers[0](joined, positions, attend(0), BY_POSITIONS)
         return self.norm(hidden), (aux,)
-
-    def keys_values(self, x, feature, positions) -> tuple[Array, Array]:
-        def keep(q, k, v, **options):
-            return jnp.zeros_like(q), (k, v)
-
-        # XLA removes what only the output needs.
-        return self.layers[0](self._joined(x, feature), positions, keep, BY_POSITIONS)[1]
-
-    def _joined(self, x, feature):
-        normed = self.embedding_norm(x), self.feature_norm(feature)
-        return self.fc(jnp.concatenate(normed, -1))

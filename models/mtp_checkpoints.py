@@ -48,7 +48,7 @@ def read_config(
     """
     if tensors and not any(name.startswith(PREFIX) for name in tensors):
         raise ValueError(
-            f"there is no head for multi-token prediction (tensors {PREFIX}*): name the directory "
+            f"the directory has no head for multi-token prediction (tensors {PREFIX}*): name that "
             "of a checkpoint of this target that has one (mtp:PATH), or use another drafter, such "
             "as prompt-lookup:4"
         )

@@ -212,7 +212,7 @@ def test_a_head_beside_a_model_that_reads_images_has_experts_in_two_tensors(stor
         (
             {},
             {},
-            r"{path}: there is no head .* \(tensors mtp.*\): name the directory .* \(mtp:PATH\)",
+            r"{path}: the directory has no head .* \(tensors mtp.*\): name that .* \(mtp:PATH\)",
         ),
         ({"mtp_num_hidden_layers": 2}, None, "{path}: mtp_num_hidden_layers=2: heads .* of one"),
         ({"num_nextn_predict_layers": 3}, None, "{path}: num_nextn_predict_layers=3: heads .*"),
@@ -247,7 +247,7 @@ def test_a_target_without_files_and_other_models_are_refused(stored):
         with pytest.raises(TypeError, match=rf"is a path: .*{drafter.__name__}\(magicjax.load\("):
             drafter(str(files.path))
     golden = magicjax.load("tests/models/golden_eagle/eagle31")
-    with pytest.raises(ValueError, match="eagle31: there is no head for multi-token prediction"):
+    with pytest.raises(ValueError, match="eagle31: the directory has no head for multi-token"):
         magicjax.MTP(golden).check(target, magicjax.chain(2), 2, 16)
     with pytest.raises(ValueError, match="rotary positions, and RMSNorm before the logits"):
         models.MtpConfig.of_target(models.preset("opt-125m"))
