@@ -5,7 +5,14 @@ import dataclasses
 import numpy as np
 import pytest
 
-from magicjax.engine.scheduler import AGING_S, Piece, PrefillRule, QueueFullError, Scheduler
+from magicjax.engine.scheduler import (
+    AGING_S,
+    SNAPSHOTS,
+    Piece,
+    PrefillRule,
+    QueueFullError,
+    Scheduler,
+)
 from magicjax.engine.stall import MARGIN, StallBudget
 
 RULE = PrefillRule(chunk=64, largest=100)
@@ -112,10 +119,16 @@ def test_the_queue_is_bounded():
     scheduler.check_room(1)
 
 
-def pieces(rule: PrefillRule, length: int, cached: int, limit: int | None = None) -> list[Piece]:
+def pieces(
+    rule: PrefillRule,
+    length: int,
+    cached: int,
+    limit: int | None = None,
+    kept: tuple[int, ...] = (),
+) -> list[Piece]:
     found, first = [], rule.first(cached)
     while first < length:
-        found.append(rule.piece(length, first, limit))
+        found.append(rule.piece(length, first, limit, kept))
         first = found[-1].end
     return found
 
@@ -252,3 +265,36 @@ def test_a_budget_is_divided_into_rounds_and_prompt_tokens():
     assert budget.round_s == pytest.approx(0.04)
     free = StallBudget(None)
     assert free.rounds(8, prompts_wait=True) == 8 and free.prompt_tokens(8, 64) is None
+
+
+def test_states_are_kept_near_the_end_and_where_a_prompt_leaves_a_stored_text():
+    rule = PrefillRule(chunk=64, largest=512, keeps_states=True)
+    assert PrefillRule(64, 512).kept_states(1200, 0, 700) == ()
+    assert rule.kept_states(64, 0, 0) == () and rule.kept_states(65, 0, 0) == (64,)
+    assert rule.kept_states(1200, 0, 0) == (512, 1024, 1152)
+    assert rule.kept_states(1200, 0, 700) == (640, 1024, 1152)
+    assert rule.kept_states(1200, 640, 700) == (1152,)  # 640 is kept already
+    assert rule.kept_states(4000, 30, 100) == (94, 3614, 3998)
+    # The last tokens run again: all but the first are read with the one before, or by a policy.
+    assert dataclasses.replace(rule, overlap=1).kept_states(129, 0, 0) == (64,)
+    assert dataclasses.replace(rule, window=32).kept_states(150, 0, 0) == (64,)
+    expected = [Piece(0, 512, 512), Piece(512, 640, 64, True), Piece(640, 1024, 64, True)]
+    expected += [Piece(1024, 1152, 64, True), Piece(1152, 1200, 64)]
+    assert pieces(rule, 1200, 0, None, (640, 1024, 1152)) == expected
+
+
+def test_pieces_that_end_at_kept_states_run_no_more_tokens():
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        overlap, window = int(rng.integers(2)), int(rng.choice([0, 32]))
+        rule = PrefillRule(64, 512, window, False, overlap, True)
+        length, limit = int(rng.integers(2, 3000)), [None, 64, 256][rng.integers(3)]
+        cached = int(rng.integers(max(1, rule.last_state(length, length)))) + overlap
+        kept = rule.kept_states(length, first := rule.first(cached), int(rng.integers(length)))
+        assert len(kept) < SNAPSHOTS and all((n - first) % 64 == 0 for n in kept)
+        found = pieces(rule, length, cached, limit, kept)
+        assert [p.first for p in found] == [first, *(p.end for p in found[:-1])]
+        assert found[-1].end == length and length - found[-1].first >= min(window, length)
+        assert [p.end for p in found if p.is_kept] == list(kept)
+        tokens = sum(p.tokens for p in found)
+        assert tokens <= sum(p.tokens for p in pieces(rule, length, cached, limit))
