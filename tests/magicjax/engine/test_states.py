@@ -13,6 +13,8 @@ from magicjax.engine import prefix_store
 from magicjax.engine.handle import Handle
 from tests.fuzz import checks
 from tests.magicjax import recomputation, tiny
+from tests.magicjax.engine import engines
+from tests.magicjax.kv_cache import test_loop_caches
 from tests.quick import quick
 
 WIDTH, WIDE, NEW = 128, 336, 12
@@ -49,11 +51,20 @@ def check(prompt, result) -> None:
     checks.greedy(tiny.model("hybrid"), prompt, result.tokens, logits)
 
 
-def served(running: magicjax.Engine, prompt, new: int = NEW) -> tuple[np.ndarray, int]:
-    """Returns the new tokens of a request, compared, and how many of its prompt were reused."""
-    result = running.submit(prompt, SamplingParams(max_tokens=new)).result()
-    check(prompt, result)
-    return result.tokens, result.stats.reused_tokens
+def served(running: magicjax.Engine, prompt, checked: bool = False) -> tuple[np.ndarray, int]:
+    """Returns the new tokens of a request, compared, and how many of its prompt were reused.
+
+    With `checked`, all caches are compared with those of a fresh prefill.
+    """
+    handle = running.submit(prompt, SamplingParams(max_tokens=NEW))
+    while checked and not handle.finished:
+        running.step()
+        state, texts = engines.rows_of(running)
+        if texts:
+            drafter = running._setup.row.drafter
+            engines.check_state(state, texts, tiny.model("hybrid"), drafter)
+    check(prompt, handle.result())
+    return handle.result().tokens, handle.result().stats.reused_tokens
 
 
 @pytest.mark.parametrize("name", quick(DRAFTERS, "plain"))
@@ -87,7 +98,8 @@ def test_a_text_goes_on_from_its_end_and_from_kept_states_only(name):
 
 
 @pytest.mark.parametrize("name", quick(DRAFTERS, "eagle"))
-def test_questions_about_a_document_and_samples_of_a_prompt_reuse_it(name):
+def test_questions_about_a_document_and_samples_of_a_prompt_reuse_it(name, monkeypatch):
+    monkeypatch.setattr(test_loop_caches, "WIDTH", WIDE)
     running = engine(name, capacity=WIDE, prefill_chunk=128, max_tokens=16)
     running.warm_up()
     compiled, overlap = program_cache.totals(), int(name == "eagle")
@@ -95,8 +107,9 @@ def test_questions_about_a_document_and_samples_of_a_prompt_reuse_it(name):
     asked = [np.concatenate([document, text(90 + n, seed=n)]) for n in range(3)]
     # The pieces of the first prompt end at 128 and 256. The second one leaves it at 210, before
     # which its steps of prefill end at 192.
-    for prompt, states in zip(asked, (0, 128, 192), strict=True):
-        assert served(running, prompt)[1] == states + (overlap if states else 0)
+    for number, (prompt, states) in enumerate(zip(asked, (0, 128, 192), strict=True)):
+        found, reused = served(running, prompt, checked=number == 2)
+        assert reused == states + (overlap if states else 0)
     samples = running.submit_samples(asked[2], 2, SamplingParams(max_tokens=NEW))
     running.run()
     for handle in samples:
@@ -105,6 +118,10 @@ def test_questions_about_a_document_and_samples_of_a_prompt_reuse_it(name):
         assert handle.result().stats.reused_tokens == 256 + overlap
     assert program_cache.totals() == compiled
     assert running.stats.reused_tokens == 128 + 192 + 2 * 256 + 4 * overlap
+    # A learned head reads each token with the hidden state before it, also the first of an answer.
+    turn = np.concatenate([asked[2], found, text(5, seed=8)])
+    known = len(asked[2]) + (1 if name == "eagle" else NEW - 1)
+    assert served(running, turn, checked=True)[1] == known
 
 
 def test_states_of_another_length_have_another_text(monkeypatch):
