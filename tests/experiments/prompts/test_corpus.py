@@ -45,7 +45,8 @@ def test_a_recipe_of_a_target_with_gated_delta_nets_has_no_drafts():
     recipe = make_zoo.read_recipe(RECIPES / "cpu_hybrid.yaml")
     assert recipe.target.linear == (True, True, True, False) and recipe.drafts is None
     assert recipe.target.attention_gate and recipe.target.norm == "rms_plus_one"  # of the family
-    eagle.head_config("mtp", recipe.target)
+    head = eagle.read(RECIPES / "cpu_hybrid_mtp.yaml").head
+    assert eagle.head_config(head, recipe.target).own_unembedding is False
 
 
 def test_an_unknown_key_of_a_recipe_is_an_error(tmp_path):
