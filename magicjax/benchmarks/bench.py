@@ -131,8 +131,7 @@ def make_setup(
         target = load(options.target, dtype=options.dtype)
         best = None  # the default: mosaic does not support windows and capped scores
         if not any(target.windows) and softcap_of(target.config) is None:
-            (size,) = target.kv_head_dims  # of a model without windows
-            best = best_backend(target.dtype, size, jax.devices()[0])
+            best = best_backend(target.dtype, target.kv_head_dims[-1], jax.devices()[0])
         setup = Setup(target, options.backend or best, options.new_tokens)
         longest = max(setup.new_tokens, new_tokens(nodes))
         for context in contexts:
