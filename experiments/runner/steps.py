@@ -19,12 +19,13 @@ class Steps:
         self._step = ""
         self._line_is_open = False
 
-    def __call__(self, step: str) -> None:
-        """Begins a step; raises KeyboardInterrupt if the user has stopped the run."""
+    def __call__(self, step: str) -> str:
+        """Begins a step; returns the one before. Raises KeyboardInterrupt if the user stopped."""
         if self.stopped:
             raise KeyboardInterrupt
-        self._step = step
+        before, self._step = self._step, step
         self._print(step)
+        return before
 
     def tick(self) -> None:
         """Prints that the step lasts if nothing was printed for a while."""

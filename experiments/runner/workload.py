@@ -82,8 +82,11 @@ class Bench:
         key = ("model", directory, *sorted(options.items()))
 
         def load() -> Any:
-            self.steps(f"loading {directory}")
-            return magicjax.load(self._source(directory), **options)
+            before = self.steps(f"loading {directory}")
+            model = magicjax.load(self._source(directory), **options)
+            if before:
+                self.steps(before)
+            return model
 
         return self._once(key, load)
 
