@@ -18,7 +18,8 @@ from models.build import (
     split_blocks,
 )
 from models.chat_template import end_of_turn
-from models.decoder import DecoderConfig, Transformer, formats_of, of_layers, output_matrix
+from models.decoder import Transformer, formats_of, of_layers, output_matrix
+from models.decoder_config import DecoderConfig
 from models.draft_vocab import with_draft_vocab
 from models.eagle import EagleConfig, EagleHead
 from models.families import FAMILIES, family_config

@@ -8,7 +8,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from models.decoder import DecoderConfig, Transformer, layer_module, of_layers
+from models.decoder import Transformer, layer_module, of_layers
+from models.decoder_config import DecoderConfig
 from models.eagle import EagleConfig, EagleHead
 from models.gated_delta import DeltaNetInputs
 from models.layers import in_every_layer

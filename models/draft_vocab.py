@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Int
 
 from models.build import build
-from models.decoder import DecoderConfig
+from models.decoder_config import DecoderConfig
 from models.eagle import EagleConfig
 from models.quantized import MatrixFormats
 from pallas_kernels.cpu.packed import OUTPUTS, take_blocks

@@ -14,7 +14,8 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from models.decoder import DecoderConfig, FeedForward
+from models.decoder import FeedForward
+from models.decoder_config import DecoderConfig
 from models.layers import NEVER, Attend, PassResult, RMSNorm, in_every_layer, scaled
 from models.linear import Projection, products, project
 from models.positions import rotate

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from models import hf_tensors, mtp_checkpoints
-from models.decoder import DecoderConfig
+from models.decoder_config import DecoderConfig
 from models.eagle import EagleConfig
 from models.hf_config import check_type
 from models.hf_tensors import UNEMBEDDING, Stored, Tensor

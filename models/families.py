@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from models.decoder import DecoderConfig
+from models.decoder_config import DecoderConfig
 from models.positions import Alibi, LearnedPositions
 
 

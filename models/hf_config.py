@@ -15,7 +15,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from models.decoder import DecoderConfig
+from models.decoder_config import DecoderConfig
 from models.families import FAMILIES, TEXT_DECODERS, family_config
 from models.gated_delta import DeltaNetShape
 from models.positions import Alibi, Rope

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from models.decoder import DecoderConfig
+from models.decoder_config import DecoderConfig
 from models.families import FAMILIES
 from models.hf_config import (
     ATTN_CONFIG,

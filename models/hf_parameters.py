@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from models.build import ShardingFn, abstract_params, build
-from models.decoder import DecoderConfig
+from models.decoder_config import DecoderConfig
 from models.hf_tensors import GGUF_INDEX, Stored, Tensor, mapped_tensors
 from models.quantized import BLOCK, MatrixFormats, WeightFormat, quantize
 from models.quantized_checkpoints import (

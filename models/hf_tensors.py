@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 import safetensors
 
-from models.decoder import DecoderConfig
+from models.decoder_config import DecoderConfig
 from models.families import FAMILIES
 from models.positions import LearnedPositions
 from models.quantized import BLOCK

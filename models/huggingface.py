@@ -18,7 +18,7 @@ import safetensors
 
 from models import eagle_checkpoints, mtp_checkpoints
 from models.build import ShardingFn, blocks_in, build
-from models.decoder import DecoderConfig
+from models.decoder_config import DecoderConfig
 from models.eagle import EagleConfig
 from models.eagle_checkpoints import tensors_of
 from models.families import FAMILIES, TEXT_DECODERS

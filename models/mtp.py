@@ -14,7 +14,8 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from models.decoder import BY_POSITIONS, NORMS, Block, DecoderConfig
+from models.decoder import Block
+from models.decoder_config import BY_POSITIONS, NORMS, DecoderConfig
 from models.eagle import EagleConfig, EagleHead
 from models.layers import Attend
 from models.linear import Projection

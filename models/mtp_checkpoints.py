@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from models import hf_tensors
-from models.decoder import DecoderConfig
+from models.decoder_config import DecoderConfig
 from models.families import FAMILIES
 from models.hf_config import check_type
 from models.hf_tensors import Stored, Tensor

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from models.decoder import DecoderConfig
+from models.decoder_config import DecoderConfig
 from models.families import family_config
 from models.gated_delta import DeltaNetShape
 from models.positions import Rope

@@ -25,7 +25,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from models.build import abstract_params, build
-from models.decoder import DecoderConfig
+from models.decoder_config import DecoderConfig
 from models.families import FAMILIES
 from models.gguf.blocks import KINDS, Type
 from models.gguf.tensors import Experts, FileTensor, Weight
