@@ -16,6 +16,7 @@ FEW = [
     ("snapkv", (2, 2, 2), None, 2),
     ("eagle sampled", (1, 2, 4), 2, 4),
     ("mtp", (1, 2, 4), 2, 4),
+    ("family gemma-4", (1, 2, 2), 2, 4),  # heads of two sizes
 ]
 SHAPES = (
     ((1, 1, 2), 1, 2),
