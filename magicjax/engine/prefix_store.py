@@ -64,7 +64,7 @@ class Prefix:
         for cache in caches:
             length = int(global_arrays.fetch(cache.lengths).max())
             layers = zip(cache.k, cache.windows, strict=True)
-            slots = min(layer.shape[2] for layer, window in layers if window is not None)
+            slots = min(k.shape[2] for k, window in layers if window is not None and k is not None)
             if length > slots and length - count > RING_SPARE:
                 return False
         return True

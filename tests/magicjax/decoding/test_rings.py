@@ -5,6 +5,7 @@
 
 import dataclasses
 import functools
+import itertools
 import types
 
 import jax
@@ -63,10 +64,10 @@ def logits(target: magicjax.Model, text, shift: int = 0) -> np.ndarray:
     return recomputation.logits(target, text, WIDTH, shift)
 
 
-def check(texts, rows, shift: int = 0) -> None:
+def check(texts, rows, shift: int = 0, kind: str = "mixed") -> None:
     """Asserts that rows are the greedy text after each of the texts."""
     for text, row in zip(texts, rows, strict=True):
-        assert checks.greedy(model(), text, row, functools.partial(logits, shift=shift)) == 0
+        assert checks.greedy(model(kind), text, row, functools.partial(logits, shift=shift)) == 0
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
@@ -141,29 +142,36 @@ DRAFTINGS = {
 }
 
 
-def engine(drafting: str, chunk: int = 128) -> magicjax.Engine:
-    drafter, tree = resolve(*DRAFTINGS[drafting], lambda name: model("mixed", 0.03))
+def engine(drafting: str, chunk: int = 128, kind: str = "mixed") -> magicjax.Engine:
+    drafter, tree = resolve(*DRAFTINGS[drafting], lambda name: model(kind, 0.03))
     config = dataclasses.replace(ENGINE, prefill_chunk=chunk)
-    return magicjax.Engine(model(), drafter, tree, config)
+    return magicjax.Engine(model(kind), drafter, tree, config)
 
 
-def served(running: magicjax.Engine, text: np.ndarray, new: int) -> tuple[np.ndarray, int]:
+def served(
+    running: magicjax.Engine, text: np.ndarray, new: int, kind: str = "mixed"
+) -> tuple[np.ndarray, int]:
     """Returns the new tokens of a request, compared, and how many of its prompt were reused."""
     result = running.submit(text, magicjax.SamplingParams(max_tokens=new)).result()
-    check([text], [result.tokens])
+    check([text], [result.tokens], kind=kind)
     return result.tokens, result.stats.reused_tokens
 
 
-@pytest.mark.parametrize("drafting", quick(["plain", "snapkv", "near"], "snapkv"))
-def test_an_engine_goes_on_from_the_end_of_a_text_only(drafting):
-    running, text = engine(drafting), prompts()[1]
-    found, reused = served(running, text, 30)
+@pytest.mark.parametrize(
+    ("drafting", "kind"),
+    quick(
+        itertools.product(("plain", "snapkv", "near"), ("mixed", "shared")), ("snapkv", "shared")
+    ),
+)
+def test_an_engine_goes_on_from_the_end_of_a_text_only(drafting, kind):
+    running, text = engine(drafting, kind=kind), prompts()[1]
+    found, reused = served(running, text, 30, kind)
     assert reused == 0
     turn = np.concatenate([text, found, np.arange(17)])
-    assert served(running, turn, 20)[1] == len(text) + 29
+    assert served(running, turn, 20, kind)[1] == len(text) + 29
     # Most of this text is stored, but the rings no longer have the end of what it shares.
     shared = np.concatenate([turn[: len(text) - RING_SPARE], np.arange(20)])
-    assert served(running, shared, 20)[1] == 0
+    assert served(running, shared, 20, kind)[1] == 0
 
 
 def test_a_text_that_fits_the_rings_serves_any_of_its_beginnings():
