@@ -87,12 +87,15 @@ def split_of(config: models.DecoderConfig, shards: int | None, mesh: AnyMesh) ->
             f"model={split.shards} with gated delta nets (family {c.family!r}) is not supported: "
             "use a mesh of the axis data; load a draft model with shards=1"
         )
-    full_kv_heads = getattr(c, "full_kv_heads", None)
-    if full_kv_heads is not None and full_kv_heads % split.shards:
-        valid = [n for n in range(1, full_kv_heads + 1) if full_kv_heads % n == 0]
+    full_kv_heads, parts = getattr(c, "full_kv_heads", None), split.shards
+    # The heads of both kinds of layers have one division, so none are replicated.
+    if full_kv_heads is not None and (full_kv_heads % parts or split.kv_shards < parts):
+        common = math.gcd(c.num_kv_heads, full_kv_heads)
+        valid = [n for n in range(1, common + 1) if common % n == 0]
         raise ValueError(
-            f"model={split.shards} does not divide the {full_kv_heads} KV heads of the layers "
-            f"without a window (family {c.family!r}): use one of {', '.join(map(str, valid))}"
+            f"model={parts} does not divide the {c.num_kv_heads} KV heads of the layers with a "
+            f"window and the {full_kv_heads} of those without (family {c.family!r}): use one of "
+            f"{', '.join(map(str, valid))}"
         )
     draft_vocab_size = getattr(c, "draft_vocab_size", None)
     if split.shards > 1 and draft_vocab_size is not None:

@@ -1,5 +1,7 @@
 """Caches of models whose layers have heads of several sizes and numbers (Gemma 4)."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -91,8 +93,11 @@ def test_what_needs_equal_layers_is_an_error():
     for check in (offloading.check_layers, lambda x: pipeline_stages.check_layers(x, 5)):
         with pytest.raises(ValueError, match="with shared_kv_layers=20 and layer_input_size=256"):
             check(shared)
-    with pytest.raises(ValueError, match="model=8 does not divide the 4 KV heads of the layers"):
-        placement.split_of(config, None, abstract_mesh(model=8))
+    # Heads of one kind of layers are not replicated where those of the other are divided.
+    few = dataclasses.replace(config, num_kv_heads=2, full_kv_heads=4)
+    for heads, devices, message in ((config, 8, "16 .* the 4"), (few, 4, "2 .* the 4")):
+        with pytest.raises(ValueError, match=f"model={devices} does not divide the {message} of "):
+            placement.split_of(heads, None, abstract_mesh(model=devices))
     assert placement.split_of(config, None, abstract_mesh(model=4)).kv_shards == 4
 
 
