@@ -25,8 +25,11 @@ from sharding import EMBED, VOCAB
 _WHOLE_TEXT: dict[str, Any] = dict(
     sliding_window=None,
     full_layers=(),
+    full_head_dim=None,
+    full_kv_heads=None,
     window_positions=None,
     unrotated_layers=(),
+    shared_kv_layers=0,
     linear_layers=(),
     delta_net=None,
 )
@@ -59,7 +62,7 @@ class MtpConfig(EagleConfig):
         if self.rope is None or not self.final_norm or not is_rms:
             raise ValueError(
                 "a head for multi-token prediction needs rotary positions, and RMSNorm before the "
-                "logits: use another drafter with this target"
+                "logits (norm rms or rms_plus_one): use another drafter with this target"
             )
 
     @property

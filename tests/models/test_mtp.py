@@ -249,5 +249,6 @@ def test_a_target_without_files_and_other_models_are_refused(stored):
     golden = magicjax.load("tests/models/golden_eagle/eagle31")
     with pytest.raises(ValueError, match="eagle31: the directory has no head for multi-token"):
         magicjax.MTP(golden).check(target, magicjax.chain(2), 2, 16)
-    with pytest.raises(ValueError, match="rotary positions, and RMSNorm before the logits"):
-        models.MtpConfig.of_target(models.preset("opt-125m"))
+    for name in ("opt-125m", "gemma-4-e2b"):
+        with pytest.raises(ValueError, match="rotary positions, and RMSNorm before the logits"):
+            models.MtpConfig.of_target(models.preset(name))
