@@ -32,6 +32,7 @@ SHAPES: tuple[dict[str, Any], ...] = (
             key_heads=2, value_heads=4, key_dim=8, value_dim=8, conv_width=3
         ),
     ),
+    dict(num_layers=4, sliding_window=7, full_layers=(1, 3), full_head_dim=16, shared_kv_layers=2),
 )
 MAX_DEPTH = 5
 ENGINES = 3  # one configuration of so many is an engine
@@ -224,17 +225,17 @@ def _member(
             return magicjax.MTP(tiny.mtp_head(target), **own)
         return magicjax.Eagle(tiny.head(target), **own)
     kv_dtype = [None, None, None, "int8", "int4"][rng.integers(5)]
-    hybrid = "linear_layers" in SHAPES[shape]
+    hybrid, shares = (name in SHAPES[shape] for name in ("linear_layers", "shared_kv_layers"))
     if kind == "self":
         copy = [None, None, None, None, "int8", "int4:4"][rng.integers(6)] if copies else None
         layers = [None, None, "0", "1"][rng.integers(4)]
-        if SHAPES[shape].get("num_layers") == 1:
+        if SHAPES[shape].get("num_layers") == 1 or shares:
             layers = None
         if layers == "0" and (hybrid or "full_layers" in SHAPES[shape]):
             layers = "0,1"  # drafts of windowed layers or states alone pin nothing
         if rng.random() < 0.1:
             return magicjax.FullCacheSpeculation(draw=draw, weights=copy, layers=layers)
-        if rng.random() < 0.1 and not hybrid:
+        if rng.random() < 0.1 and not (hybrid or shares):
             return dataclasses.replace(_page_retrieval(rng, draw), layers=layers)
         policy, budget = _policy(rng, depth + 1)
         refresh = int(rng.integers(1, 5)) if rng.random() < 0.5 else None
@@ -281,12 +282,14 @@ def _draft_model(rng, shape: int, weights: int) -> magicjax.Model:
         return model(shape, weights)
     if kind == 1:
         changes = dict(num_layers=1, hidden_size=32)
-        windows = (
-            dict(sliding_window=None, full_layers=()) if "full_layers" in SHAPES[shape] else {}
-        )
+        kinds = {}
+        if "full_layers" in SHAPES[shape]:
+            kinds = dict(sliding_window=None, full_layers=())
         if "linear_layers" in SHAPES[shape]:
-            windows = dict(linear_layers=(), delta_net=None)
-        return model(shape, weights + 1, **changes, **windows)
+            kinds = dict(linear_layers=(), delta_net=None)
+        if "shared_kv_layers" in SHAPES[shape]:
+            kinds |= dict(shared_kv_layers=0, full_head_dim=None)
+        return model(shape, weights + 1, **changes, **kinds)
     near = model(shape, weights, noise)
     if kind > 2:
         return near

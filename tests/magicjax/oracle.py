@@ -33,13 +33,19 @@ def _in_8_bits(x):
     return np.round(x / step) * step
 
 
-def _attention(x, weights, config, sees, kv_bits=None):
-    """Attention of one text, head by head; x [T,E], sees [T,T]."""
-    q, k, v = (np.einsum("te,hde->thd", x, weights[name]["weight"]) for name in "qkv")
-    q, k = _rotate(q, config.rope.theta), _rotate(k, config.rope.theta)
+def _keys_values(x, weights, config, kv_bits=None):
+    """The keys and values of one text; x [T,E]."""
+    k, v = (np.einsum("te,hde->thd", x, weights[name]["weight"]) for name in "kv")
+    k = _rotate(k, config.rope.theta)
     if kv_bits:
         assert kv_bits == 8
         k, v = _in_8_bits(k), _in_8_bits(v)
+    return k, v
+
+
+def _attention(x, weights, config, sees, k, v):
+    """Attention of one text, head by head; x [T,E], sees [T,T]."""
+    q = _rotate(np.einsum("te,hde->thd", x, weights["q"]["weight"]), config.rope.theta)
     out = np.zeros_like(q)
     for head in range(config.num_heads):
         shared = head // (config.num_heads // config.num_kv_heads)
@@ -113,15 +119,19 @@ def logits(target, text, sees=None) -> np.ndarray:
     config = target.config
     sees = np.tril(np.ones((len(text), len(text)), bool)) if sees is None else sees
     params = jax.tree.map(lambda x: np.asarray(x, np.float64), target.params)["params"]
-    x = params["embedding"][np.asarray(text)]
-    for layer in range(config.num_layers):
+    x, kept = params["embedding"][np.asarray(text)], {}
+    for layer, source in enumerate(config.kv_sources):
         block = params[f"layers_{layer}"]
         normed = _norm(x, block["attention_norm"]["scale"], config.norm_eps)
         if config.linear[layer]:
             x = x + _delta_net(normed, block["delta_net"], config, sees)
         else:
+            weights, own = block["attention"], config.of_layer(layer)
+            if source is None:
+                kept[layer] = _keys_values(normed, weights, own, target.kv_bits)
             seen = _within(sees, config.windows[layer])
-            x = x + _attention(normed, block["attention"], config, seen, target.kv_bits)
+            k, v = kept[layer if source is None else source]
+            x = x + _attention(normed, weights, own, seen, k, v)
         normed = _norm(x, block["mlp_norm"]["scale"], config.norm_eps)
         x = x + (_mlp if config.num_experts is None else _mixture)(normed, block["mlp"], config)
     return _norm(x, params["norm"]["scale"], config.norm_eps) @ params["unembedding"].T
