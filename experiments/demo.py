@@ -109,11 +109,18 @@ def main(arguments: Sequence[str]) -> int:
     download = f"downloading {1e3 * size.download_gb:,.0f} MB, " if size.download_gb else ""
     steps(f"{download}checking models and settings")
     words = [os.path.relpath(CONFIGS / size.config), "--fresh", *arguments]
+    experiment = config.from_command_line(words, PROG)
+    if experiment.launcher != "in_process":
+        print(
+            f"{PROG}: launcher={experiment.launcher}: the demo runs in one process; omit it, or "
+            f"run python -m experiments.launch {words[0]}",
+            file=sys.stderr,
+        )
+        return 2
     bench = functools.partial(workload.Bench, steps=steps, streams=True)
     status = launch.main(words, launchers.InProcess(bench))
     if status not in (0, 1):
         return status
-    experiment = config.from_command_line(words, PROG)
     if not experiment.dry_run:
         directory = pathlib.Path(experiment.results) / experiment.name
         print("\n".join([*summary(directory), f"open {directory / page.PAGE}"]))

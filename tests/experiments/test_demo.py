@@ -59,6 +59,11 @@ def test_with_little_memory_it_says_so_before_the_small_model_is_looked_for(
     assert "1.5 GB of memory and" in printed and "downloading 93 MB" in printed
 
 
+def test_another_launcher_is_refused(cache, capsys):
+    assert demo.main(["--launcher", "local", "--jobs", "2"]) == 2
+    assert "launcher=local: the demo runs in one process; omit it" in capsys.readouterr().err
+
+
 def test_it_prints_the_text_as_both_decode_it_and_the_speedup(zoo, monkeypatch, capsys):
     path = zoo / "tiny.yaml"
     settings = dict(
