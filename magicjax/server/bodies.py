@@ -57,7 +57,7 @@ StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 TopK = Annotated[int, Field(ge=-1, lt=2**31), AfterValidator(lambda k: max(k, 0))]
 TopP = Annotated[float, Field(ge=0, le=1), AfterValidator(lambda p: max(p, TINY))]  # 0: the top
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63), AfterValidator(lambda seed: seed % 2**32)]
-_Fast = pydantic.FailFast()  # one error of a long list is enough
+_Fast = Field(fail_fast=True)  # one error of a long list is enough
 _MISSING = object()
 
 
