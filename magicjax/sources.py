@@ -142,6 +142,11 @@ def _find(name: str) -> pathlib.Path | None:
     """
     path = pathlib.Path(name)
     if path.is_dir():
+        files = sorted(path.glob("*.gguf"))
+        if files and not (path / "config.json").exists():
+            raise ValueError(
+                f"{name} has no config.json: pass one of its GGUF files, as {files[0]}"
+            )
         return path
     if path.is_file():
         return convert(path)

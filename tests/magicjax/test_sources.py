@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import hashlib
 import os
+import re
 import shutil
 import zipfile
 
@@ -272,6 +273,12 @@ def test_what_is_no_source_is_an_error(source, kind, message):
         with pytest.raises(kind) as error:
             function(source)
         assert message in str(error.value)
+
+
+def test_a_directory_of_gguf_files_names_one_of_them(gguf):
+    assert not (gguf.parent / "config.json").exists()
+    with pytest.raises(ValueError, match=f"pass one of its GGUF files, as {re.escape(str(gguf))}"):
+        directory_of(gguf.parent)
 
 
 def test_a_preset_has_no_directory():
