@@ -323,7 +323,7 @@ def _state(
         slots=slots,
         running=stats.running,
         waiting=stats.waiting,
-        tokens_per_s=round(tokens / seconds, 1) if seconds else 0.0,
+        tokens_per_s=round(tokens / seconds, 1) if seconds else None,
         tau=round(tokens / rounds, 3) if rounds else None,
         tau_in_total=round(now.tokens / now.rounds, 3) if now.rounds else None,
         new_tokens=now.tokens,
