@@ -83,6 +83,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning(enabled, monkeypatch, capl
     assert "set MAGICJAX_CACHE to a writable folder" in caplog.text
 
 
+@pytest.mark.slow
 def test_the_next_process_reads_the_programs_of_the_first(directory, tmp_path):
     environment = {name: x for name, x in os.environ.items() if not name.startswith("JAX_")}
     environment |= {"MAGICJAX_CACHE": str(tmp_path), "JAX_PLATFORMS": "cpu"}

@@ -156,6 +156,7 @@ def run(endpoint: str, cache: pathlib.Path, script: str) -> subprocess.Completed
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_a_model_is_downloaded_once_and_without_files_that_are_not_read(stub, tmp_path):
     stub.breaks.add("model.safetensors")
     script = """

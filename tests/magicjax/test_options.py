@@ -130,7 +130,7 @@ def test_every_parameter_is_a_field_of_bodies_and_documented():
     parameters = set(options_of(SamplingParams)) - {"grammar", "prompt_logprobs"}
     for body in (CompletionBody, ChatBody):
         assert parameters <= set(body.model_fields)
-    page = (DOCS / "server.md").read_text()
+    page = (DOCS / "server_requests.md").read_text()
     assert [name for name in sorted(parameters) if f"`{name}`" not in page] == []
 
 

@@ -195,6 +195,7 @@ def of_four_layers(case, weight):
 
 
 @pytest.mark.parametrize("case", ["specforge", "eagle31"])
+@pytest.mark.slow
 def test_a_head_may_read_four_layers(case, attend_causally, tmp_path):
     """It drafts as one of three if the fourth has no weights, and otherwise not."""
     values = expected(case)

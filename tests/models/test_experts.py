@@ -158,6 +158,7 @@ def test_the_bits_of_a_token_do_not_depend_on_its_neighbours():
 
 
 @pytest.mark.parametrize("case", ["mixtral", "qwen3_moe"])
+@pytest.mark.slow
 def test_quantized_experts_survive_a_round_trip(case, tmp_path):
     first = models.load_checkpoint(GOLDEN / case, weights="int8")
     models.save_checkpoint(tmp_path / "x", first.module, first.params)

@@ -95,6 +95,7 @@ def test_every_parameter_names_its_logical_axes(module):
         assert len(set(named)) == len(named), f"{path}: one mesh axis cannot split two axes"
 
 
+@pytest.mark.slow
 def test_a_layer_runs_alone_on_its_slice_of_the_parameters(module, attend_causally, random_params):
     params = random_params(module)
     _, positions = tokens_and_positions()

@@ -146,6 +146,7 @@ def test_the_drafter_proposes_the_tokens_of_the_reference(case, stored):
     assert tokens[0].tolist() == [text[-1], *expected]
 
 
+@pytest.mark.slow
 def test_a_head_is_found_beside_its_target_or_by_path(stored, tmp_path):
     """Greedy text is that of plain decoding; the head is read once."""
     files = stored("qwen3")

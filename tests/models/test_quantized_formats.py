@@ -159,6 +159,7 @@ def test_layers_that_differ_are_loaded_with_the_mesh_as_the_error_says(tmp_path,
     ],
 )
 @pytest.mark.parametrize("weights", ["none", "int8"])
+@pytest.mark.slow
 def test_layers_in_several_formats_are_stacked_as_the_error_says(
     layout, ignored, message, weights, tmp_path
 ):

@@ -84,6 +84,7 @@ def test_the_kernel_for_ampere_equals_the_reference(shape, dtype):
 
 
 @interpreted
+@pytest.mark.slow
 def test_the_kernel_for_ampere_divides_the_prefix_of_a_larger_cache(monkeypatch):
     monkeypatch.setattr(mosaic, "choose_splits", lambda *sizes: 3)
     inputs = inputs_of(Shape(6, 17, 17, 1, 5, 64, 420))

@@ -53,6 +53,7 @@ def test_chunked_attention_equals_one_dense_softmax(length, monkeypatch):
     np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_gated_delta_nets_are_trained_as_the_recurrence_token_by_token(monkeypatch):
     """The loss and its gradient, over texts of more than one part of a chain."""
     monkeypatch.setattr(state_layers, "CHUNK", 16)

@@ -174,6 +174,7 @@ def test_an_engine_goes_on_from_the_end_of_a_text_only(drafting, kind):
     assert served(running, shared, 20, kind)[1] == 0
 
 
+@pytest.mark.slow
 def test_a_text_that_fits_the_rings_serves_any_of_its_beginnings():
     running, text = engine("plain", chunk=32), prompts()[1][:180]
     assert served(running, text, 12)[1] == 0  # 191 tokens in rings of 192 slots

@@ -17,6 +17,7 @@ from sharding import abstract_mesh, factored
 from tests.fuzz import checks
 from tests.magicjax import keywords, recomputation, tiny
 from tests.magicjax.decoding import test_compiled
+from tests.quick import quick
 
 OPTIONS = dict(max_tokens=8, eos_token_id=tiny.NEVER)
 # States that outweigh everything else: 2 rows, 8 heads of 128 x 128.
@@ -71,6 +72,7 @@ def test_bytes_of_states_are_those_of_the_arrays():
     assert target.state_bytes == 4 * (4 * 8 * 6 + 3 * 56)
 
 
+@pytest.mark.slow
 def test_a_target_without_attention_drafts_by_a_policy_that_has_nothing_to_choose():
     module = models.build(tiny.config(**tiny.HYBRID | dict(linear_layers=(0, 1))))
     params = tiny.loud(tiny.drawn(module.config, 0), np.random.default_rng(0), 0.0)
@@ -82,7 +84,7 @@ def test_a_target_without_attention_drafts_by_a_policy_that_has_nothing_to_choos
         checks.greedy(target, prompt, tokens, recomputation.logits)
 
 
-@pytest.mark.parametrize("weights", ["int8", "int4:8"])
+@pytest.mark.parametrize("weights", quick(["int8", "int4:8"], "int4:8"))
 def test_quantized_matrices_are_those_of_each_kind_of_layer(weights):
     """The logits are those of the dequantized model; decays and beta are not quantized."""
     target = tiny.quantized(tiny.model("hybrid"), weights)

@@ -110,6 +110,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", quick(CASES, "refreshed"))
+@pytest.mark.slow
 def test_to_skip_a_layer_that_adds_nothing_changes_no_proposal(case):
     drafter, tree, options = CASES[case]
     wanted = proposals(with_identity(), drafter, tree, **options)

@@ -164,6 +164,7 @@ def test_sampled_texts_do_not_depend_on_the_arms(name):
     assert all(engine.stats.rounds_by_arm.values()) and engine.stats.probe_rounds
 
 
+@pytest.mark.slow
 def test_an_engine_chooses_by_its_own_times_and_acceptance(tally):
     """The drafter of another model is never right; times are set, because those of tests vary."""
     config = magicjax.EngineConfig(

@@ -81,6 +81,7 @@ def test_requests_that_come_and_go_have_their_own_texts(name):
 
 
 @pytest.mark.parametrize("name", quick(["plain", "hybrid near"], "hybrid near"))
+@pytest.mark.slow
 def test_a_text_goes_on_from_its_end_and_from_kept_states_only(name):
     running, prompt = engine(name), text(70)
     found, reused = served(running, prompt)

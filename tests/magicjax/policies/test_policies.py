@@ -137,7 +137,7 @@ def compare(name, setting, config, rows, inverse) -> int:
     ("name", "setting"),
     quick(
         itertools.product(POLICIES, SETTINGS),
-        *((name, s) for i, name in enumerate(POLICIES) for s in SETTINGS[i % 2 :: 2]),
+        *((name, s) for i, name in enumerate(POLICIES) for s in SETTINGS[i % 4 :: 4]),
     ),
     ids=lambda x: x if isinstance(x, str) else f"G{x.group}",
 )

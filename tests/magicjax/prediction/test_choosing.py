@@ -123,6 +123,7 @@ def test_a_candidate_can_be_any_drafter(kind, tally, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "ranks"), quick([("cheap", 2), ("prompt-lookup", 1)], ("cheap", 2))
 )
+@pytest.mark.slow
 def test_the_tree_of_one_drafter_is_chosen(kind, ranks, tally):
     (drafter,) = drafters(kind)
     output = generate(drafter, tree="auto")

@@ -122,6 +122,7 @@ def test_connections_without_a_request_are_closed(engine, sent):
         assert client.recv(100) == b""
 
 
+@pytest.mark.slow
 def test_a_connection_is_kept_for_later_requests(engine):
     with running(engine, keep_alive_s=1) as server:
         client = http.client.HTTPConnection(server.url.removeprefix("http://"))

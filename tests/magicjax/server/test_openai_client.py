@@ -72,6 +72,7 @@ def test_greedy_texts_are_those_of_generate(target, client):
     assert answer.object == "text_completion" and answer.model == NAME
 
 
+@pytest.mark.slow
 def test_sampled_texts_are_those_of_generate_with_the_seed(target, client):
     expected = [text(target, PROMPTS[0], seed) for seed in (3, 4, 5)]
     assert len({*expected}) == 3

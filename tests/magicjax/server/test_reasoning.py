@@ -180,6 +180,7 @@ def test_a_budget_of_a_model_without_thinking_is_refused(client_of):
 
 
 @BOTH
+@pytest.mark.slow
 def test_a_grammar_constrains_the_content(kind, client_of):
     form = {"type": "regex", "regex": "[a-z]{3}"}
     client = client_of(kind)
