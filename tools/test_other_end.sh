@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 
 oldest=$(sed -n 's/^ *"jax>=\([0-9.]*\)",$/\1/p' pyproject.toml)
 env=.venv-jax-$oldest
-tools/setup_env.sh "$env" test "jax==$oldest"
+tools/setup_env.sh "$env" core-test "jax==$oldest"
 # A version of JAX can break kernels, programs and exactness, but not validation on the host.
 loop=tests/magicjax
 exact=$loop/decoding/test_exactness.py::test_greedy_text_is_that_of_plain_decoding
