@@ -186,6 +186,7 @@ print(model.name, sorted(p.name for p in directory_of("owner/tiny@v2").iterdir()
     assert stub.served == before
 
 
+@pytest.mark.slow
 def test_files_that_the_index_names_are_downloaded(stub, tmp_path):
     """Also those with other names than model*.safetensors; copies beside them are not."""
     files = {p.name: p.read_bytes() for p in sorted(MODEL.iterdir())}

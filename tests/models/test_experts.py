@@ -127,6 +127,7 @@ def test_equals_loops_over_tokens(backend, settings, weights, count):
 
 
 @pytest.mark.parametrize("backend", ["xla", None])
+@pytest.mark.slow
 def test_experts_that_no_token_chooses_are_not_read(backend):
     module, x = module_of(backend=backend), tokens(2)
     params = params_of(module)

@@ -34,6 +34,7 @@ def logits_with(checkpoint, tokens, change=None):
     return checkpoint.module.apply(checkpoint.params, hidden, method="unembed")
 
 
+@pytest.mark.slow
 def test_values_are_keys_before_their_norm_and_rotation():
     """Negative control: values that are the final keys, as a cache without values would have."""
     checkpoint, tokens, expected = read(DENSE)

@@ -125,6 +125,7 @@ def test_logits_of_a_chain_are_those_of_the_reference(case, stored, attend_causa
 
 
 @pytest.mark.parametrize("case", quick(CASES, *QUICK))
+@pytest.mark.slow
 def test_the_drafter_proposes_the_tokens_of_the_reference(case, stored):
     """By its own prefill and cache, from the output of the target's last layer."""
     files, (text, hidden) = stored(case), text_of(case)

@@ -68,6 +68,7 @@ PART = dict(ignored=("lm_head", "layers.1.mlp.down_proj"))
     "name, weights, form",
     [("awq", None, None), ("awq", "int4:8", "int4:8"), ("fp8", "float8", None)],
 )
+@pytest.mark.slow
 def test_matrices_that_a_checkpoint_does_not_quantize(name, weights, form, tmp_path, logits_of):
     folder, plain = write_pair(tmp_path, name, **PART)
     found = models.load_checkpoint(folder, "float32", weights=weights)

@@ -288,6 +288,7 @@ TOKENS = np.arange(24, dtype=np.int32).reshape(2, 12)
 
 
 @pytest.mark.parametrize("case", QUANTIZED)
+@pytest.mark.slow
 def test_what_an_error_about_quantized_weights_asks_for_gives_them(case, tmp_path, logits_of):
     layout, damage, message, remedies = QUANTIZED[case]
     folder, plain = write_pair(tmp_path, layout)
@@ -391,6 +392,7 @@ WEIGHTS = [
     quick(WEIGHTS, WEIGHTS[0], WEIGHTS[3], WEIGHTS[4]),
     ids=lambda x: str(x)[:40] if type(x) is dict else "",
 )
+@pytest.mark.slow
 def test_weights_that_an_error_names_are_rounded_to(wrong, message, remedies, wide):
     with pytest.raises(ValueError, match=re.escape(message)):
         magicjax.load(wide, **wrong)
@@ -414,6 +416,7 @@ def greedy(model):
 
 
 @pytest.mark.skipif(not build.is_available(), reason="needs the CPU kernels")
+@pytest.mark.slow
 def test_types_of_files_for_models_that_do_not_have_them_are_replaced(tiny, tmp_path):
     models.save_checkpoint(tmp_path / "narrow", *tiny)
     mixture = GOLDEN / "mixtral"

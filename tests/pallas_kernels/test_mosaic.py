@@ -248,6 +248,7 @@ def test_a_right_kernel_passes_the_self_check(name, monkeypatch):
 
 @interpreted
 @pytest.mark.parametrize("name", quick(["hopper", "ampere"], "ampere"))
+@pytest.mark.slow
 def test_the_self_check_divides_a_prefix(name, monkeypatch):
     """Each split reads the first part of the prefix: equal without splits, and detected."""
     kernels = {"hopper": (hopper, mosaic.attend), "ampere": (ampere, mosaic.attend_sm80)}

@@ -202,6 +202,7 @@ def default(device=V5E, dtype="bfloat16", head_dim=64) -> str:
     return choose_backend(None, jnp.dtype(dtype), head_dim, device)
 
 
+@pytest.mark.slow
 def test_the_default_is_the_kernel_of_the_device(stand_in, monkeypatch):
     stand_in(right)
     assert default() == "tpu"

@@ -265,7 +265,6 @@ QUICK = [
     Case(SELF, CHAIN),
     Case(SELF, CHAIN, layout="stream"),
     Case(SELF, CHAIN, "max_tokens=2"),
-    Case(SELF, CHAIN, "around the budget"),
     Case(NEAR, IRREGULAR),
     Case(NEAR, DYNAMIC),
     Case(LOOKUP, BRANCHES, "two EOS", batch=3),
@@ -274,10 +273,8 @@ QUICK = [
     Case(CASCADE, CASCADED),
     Case(SELF, WIDE, "weights=int4:8", batch=3, accepts=0.02),
     Case(QUEST, WIDE, "kv_dtype=int8"),
-    Case(SELF, WIDE, "olmo-3", accepts=0.02),
     Case(NEAR, IRREGULAR, "qwen3-next", accepts=0.02),  # the draft model has states too
     Case(SELF, WIDE, "gemma-4", accepts=0.02),  # heads of two sizes
-    Case("self:streaming:64", CHAIN, "qwen3.5", accepts=0.99),
     Case(REFRESHED, CHAIN, "mixed", layout="engine"),
     Case(RING, CHAIN, "windowed", accepts=0.999),  # windows within the budget: as in the target
     Case("self:h2o:32:refresh_every=4:kv_dtype=int8", DYNAMIC, "long"),

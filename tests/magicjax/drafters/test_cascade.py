@@ -87,6 +87,7 @@ def streaming_chain(target, text, root: int, length: int) -> list[int]:
 
 
 @pytest.mark.parametrize("first", quick(FIRST, "small"))
+@pytest.mark.slow
 def test_a_greedy_chain_is_the_text_of_the_middle_model_on_its_sparse_cache(first):
     drafter, tree = FIRST[first]()
     length = 6

@@ -68,6 +68,7 @@ def served(running: magicjax.Engine, prompt, checked: bool = False) -> tuple[np.
 
 
 @pytest.mark.parametrize("name", quick(DRAFTERS, "plain"))
+@pytest.mark.slow
 def test_requests_that_come_and_go_have_their_own_texts(name):
     running = engine(name)
     asked = [text(n, seed=n) for n in (90, 5, 40, 66, 17)]

@@ -41,6 +41,7 @@ def submit(engine, index: int, pattern: str | None, **options):
 
 
 @pytest.mark.parametrize("name", quick(["plain", "small", "dynamic", "snapkv"], "plain"))
+@pytest.mark.slow
 def test_requests_with_and_without_grammars_get_their_texts_alone(name):
     engine = make(name)
     engine.warm_up()

@@ -61,6 +61,7 @@ def check_texts(schema: dict) -> None:
 
 
 @hypothesis.given(schemas())
+@pytest.mark.slow
 def test_texts_are_valid(schema):
     check_texts(schema)
 

@@ -225,6 +225,7 @@ def check_every_round(kind, tree, prompts, dtype, tolerance, **options) -> None:
         *[("self", "irregular"), ("quest", "irregular")],
     ),
 )
+@pytest.mark.slow
 def test_caches_follow_the_text_round_by_round_around_the_budget(kind, tree):
     check_every_round(kind, tree, prompts_around_the_budget(), "float32", 1e-5)
 

@@ -62,6 +62,7 @@ def test_wrong_stages_are_detected(eight, what):
     assert eight(stage_cases.differs, what=what)
 
 
+@pytest.mark.slow
 def test_between_stages_only_activations_travel(eight):
     rows, steps, depth, nodes, width = 8, 4 + 2 - 1, 3, 4, 32
     found = eight(stage_cases.exchanged, case="self", mesh=(1, 4, 2), micro_batches=4, layers=2)

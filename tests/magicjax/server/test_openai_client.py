@@ -92,6 +92,7 @@ def test_requests_without_a_seed_differ(client):
     assert len(texts) > 1
 
 
+@pytest.mark.slow
 def test_a_chat_is_answered_in_the_template(target, client):
     prompt = np.array(chat_tokens(target.tokenizer, MESSAGES))
     assert target.tokenizer.decode(prompt) == "[system]short[user]def add([assistant]"

@@ -39,7 +39,7 @@ KINDS = {  # the tokenizer with a chat template, and the answer to `USER`
     "tools": (with_thinking("added", RENDERED + QWEN3), f"{THINKING}{CALL}"),
     "tools at once": (with_thinking("added", RENDERED + DEEPSEEK), CALL),
 }
-BOTH = pytest.mark.parametrize("kind", quick([*KINDS][:3], "channels", "thinking"))
+BOTH = pytest.mark.parametrize("kind", quick([*KINDS][:3], "channels"))
 
 
 def prompt_of(kind: str, **options) -> list[int]:
@@ -113,6 +113,7 @@ def test_an_answer_that_is_cut_within_its_reasoning_has_no_content(kind, client_
 
 
 @BOTH
+@pytest.mark.slow
 def test_a_completion_of_the_prompt_of_a_chat_is_divided_too(kind, client_of):
     options = dict(model=serving.NAME, prompt=prompt_of(kind), temperature=0, max_tokens=80)
     client = client_of(kind)
@@ -165,6 +166,7 @@ def test_calls_after_reasoning(kind, options, reasoning, client_of):
 
 
 @pytest.mark.parametrize("kind", quick([*KINDS][1:3], "thinking"))
+@pytest.mark.slow
 def test_a_budget_ends_the_reasoning(kind, client_of):
     tokenizer = KINDS[kind][0]
     begin = "" if kind == "thinking in the prompt" else "<think>\n"

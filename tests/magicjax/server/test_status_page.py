@@ -26,6 +26,7 @@ def browse(url: str, folder) -> tuple[str, str]:
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+@pytest.mark.slow
 def test_a_browser_shows_the_state_of_the_engine(directory, tmp_path):
     def shown(name: str, document: str) -> str:
         return re.findall(rf'class="{name}">([^<]*)<', document)[0]

@@ -132,6 +132,7 @@ def test_a_conversation_of_five_turns(client, sampling):
         conversation.append({"role": "tool", "tool_call_id": call.id, "content": "yes"})
 
 
+@pytest.mark.slow
 def test_a_stream_has_the_calls_of_the_answer(client):
     options = dict(tool_choice="required", temperature=1, seed=3, n=3, max_tokens=120)
     whole = chat(client, logprobs=True, **options)
