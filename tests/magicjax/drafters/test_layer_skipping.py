@@ -68,7 +68,6 @@ def equal(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
     return len(one) == len(other) and all(map(np.array_equal, one, other))
 
 
-@pytest.mark.slow
 def test_a_draft_of_the_first_layer_proposes_what_the_plain_model_of_it_does():
     target = tiny.model()
     wanted = proposals(target, magicjax.SmallModel(first_layer(target)))
