@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-if __name__ == "__main__":  # the imports below take seconds, and an interrupt is no error
+if __name__ == "__main__":  # Ctrl-C during the imports below, which take seconds, exits with 130
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
 
 import jax
