@@ -17,6 +17,7 @@ from experiments.training import eagle, eagle_loss, recording, trainer
 from tests.experiments.training import test_boost
 from tests.magicjax import oracle, tiny
 from tests.models.conftest import GOLDEN
+from tests.quick import quick
 
 GENERATED = dict(tokens=700, batch=16, length=20)
 SCHEDULE = dict(
@@ -109,7 +110,7 @@ def test_a_head_has_the_sizes_of_its_target_and_no_other_setting(case):
     assert config.rope == (target.rope or models.Rope())
 
 
-@pytest.mark.parametrize("kind", [None, "mtp"])
+@pytest.mark.parametrize("kind", quick([None, "mtp"], None))
 def test_steps_of_the_loss_are_drafts_from_every_position(kind, target, rows):
     """Each logit equals that of a draft of one position, with explicit lists of keys and values."""
     loss, head, params, frozen = parts_of_loss(target, kind)

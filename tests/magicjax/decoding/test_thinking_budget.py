@@ -153,6 +153,7 @@ def test_a_divided_vocabulary_gives_the_same_texts(eight):
         np.testing.assert_array_equal(found, expected(row, True))
 
 
+@pytest.mark.slow
 def test_requests_of_an_engine_have_budgets_of_their_own():
     config = magicjax.EngineConfig(slots=3, capacity=64, grammars=True, logits_processors=True)
     engine = magicjax.Engine(TARGET(), *DRAFTERS["tree"].values(), config)

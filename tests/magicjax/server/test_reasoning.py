@@ -124,6 +124,7 @@ def test_a_completion_of_the_prompt_of_a_chat_is_divided_too(kind, client_of):
     assert "".join(reasoning_of(piece) or "" for piece in pieces) == ANALYSIS
 
 
+@pytest.mark.slow
 def test_an_answer_without_thinking_is_content_at_once(client_of):
     off = {"enable_thinking": False}
     # The model says what follows so many tokens: a longer message takes the place of reasoning.

@@ -175,6 +175,7 @@ def test_the_client_collects_a_stream(client):
     ]
 
 
+@pytest.mark.slow
 def test_texts_are_those_of_generate_with_the_grammar(target, client):
     answer = chat(client, tool_choice=named("get_weather"))
     tools = tools_of(target.tokenizer, tool_choice=named("get_weather"))
