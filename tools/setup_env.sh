@@ -43,7 +43,8 @@ quiet=--quiet
 if [ -t 1 ]; then
     quiet= # a terminal: show pip's output
 fi
-"$env/bin/python" -m pip install $quiet --no-input --disable-pip-version-check \
+# Python compiles the modules that it imports; compiling all of them takes most of the installation.
+"$env/bin/python" -m pip install $quiet --no-compile --no-input --disable-pip-version-check \
     --config-settings editable_mode=compat -e ".[$extra]" "$@" ||
     {
         echo "The installation failed. If $("$env/bin/python" --version) is too old or too new for" \
