@@ -130,6 +130,23 @@ class Device:
         return self.host_link * self.host_link_efficiency
 
 
+def _on_pcie(
+    name: str,
+    bandwidth: float,
+    matrix_rate: float,
+    memory: float,
+    link: float,
+    dtype: str = "bfloat16",
+) -> Device:
+    """Returns a device of which PCIe is the link to other devices and to the host."""
+    return Device(
+        *(name, bandwidth, matrix_rate, memory, link),
+        host_link=link,
+        dtype=dtype,
+        collective_seconds=PCIE_COLLECTIVE,
+    )
+
+
 # Datasheets: memory bandwidth, dense bfloat16, memory, half of the bidirectional link, and PCIe x16
 # to the host: 16 GB/s each way for version 3.0, 32 GB/s for 4.0, 64 GB/s for 5.0. The links of TPUs
 # are those of a chip to all its neighbors; their link to the host is not published.
@@ -149,38 +166,17 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
             # H200 SXM: 4.8 TB/s, 141 GB, otherwise as H100.
             Device("h200", 4800 * GB, 989e12, 141 * GB, 450 * GB, host_link=64 * GB),
             # L40: 864 GB/s, 181 TFLOP/s without sparsity, PCIe 4.0 x16, 64 GB/s bidirectional.
-            Device(
-                *("l40", 864 * GB, 181e12, 48 * GB, 32 * GB),
-                host_link=32 * GB,
-                collective_seconds=PCIE_COLLECTIVE,
-            ),
+            _on_pcie("l40", 864 * GB, 181e12, 48 * GB, 32 * GB),
             # L4: 300 GB/s, 121 TFLOP/s without sparsity, PCIe 4.0 x16.
-            Device(
-                *("l4", 300 * GB, 121e12, 24 * GB, 32 * GB),
-                host_link=32 * GB,
-                collective_seconds=PCIE_COLLECTIVE,
-            ),
+            _on_pcie("l4", 300 * GB, 121e12, 24 * GB, 32 * GB),
             # A10: 600 GB/s, 125 TFLOP/s, PCIe 4.0 x16.
-            Device(
-                *("a10", 600 * GB, 125e12, 24 * GB, 32 * GB),
-                host_link=32 * GB,
-                collective_seconds=PCIE_COLLECTIVE,
-            ),
+            _on_pcie("a10", 600 * GB, 125e12, 24 * GB, 32 * GB),
             # L40S: 864 GB/s, 362 TFLOP/s without sparsity, PCIe 4.0 x16.
-            Device(
-                *("l40s", 864 * GB, 362e12, 48 * GB, 32 * GB),
-                host_link=32 * GB,
-                collective_seconds=PCIE_COLLECTIVE,
-            ),
+            _on_pcie("l40s", 864 * GB, 362e12, 48 * GB, 32 * GB),
             # B200 SXM: 8 TB/s, 2,250 TFLOP/s without sparsity, 180 GB, NVLink 1.8 TB/s.
             Device("b200", 8000 * GB, 2250e12, 180 * GB, 900 * GB, host_link=64 * GB),
             # T4: 320 GB/s, 65 TFLOP/s of float16 (it has no bfloat16), PCIe 3.0 x16.
-            Device(
-                *("t4", 320 * GB, 65e12, 16 * GB, 16 * GB),
-                host_link=16 * GB,
-                dtype="float16",
-                collective_seconds=PCIE_COLLECTIVE,
-            ),
+            _on_pcie("t4", 320 * GB, 65e12, 16 * GB, 16 * GB, "float16"),
             # TPU v5e: 819 GB/s, 197 TFLOP/s, 16 GB, 400 GB/s between chips.
             Device("v5e", 819 * GB, 197e12, 16 * GB, 200 * GB),
             # TPU v5p: 2,765 GB/s, 459 TFLOP/s, 95 GB, 1,200 GB/s between chips.

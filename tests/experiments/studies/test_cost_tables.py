@@ -112,8 +112,9 @@ def test_all_devices_share_one_set_of_constants_but_for_all_reduces_and_a100():
     for name in shared:
         others = {each.name for each in devices if getattr(each, name) != getattr(common, name)}
         assert others == ({"a100"} if name == "bandwidth_efficiency" else set())
-    on_pcie = {cost_model.DEVICES[name].collective_seconds for name in ("l40", "l40s", "a10", "t4")}
-    assert len(on_pcie) == 1
+    on_pcie = [cost_model.DEVICES[name] for name in ("l40", "l40s", "l4", "a10", "t4")]
+    assert len({device.collective_seconds for device in on_pcie}) == 1
+    assert all(device.link == device.host_link for device in on_pcie)
 
 
 def test_a_model_without_fixed_times_fails_the_same_bounds(monkeypatch):
