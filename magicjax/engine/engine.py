@@ -415,7 +415,7 @@ class Engine:
         """Returns whether to disable speculation for a request, given the others until it ends."""
         running, prefilling = self._scheduler.running, self._scheduler.prefilling
         live = {slot: one.text.lengths for slot, one in running.items()}
-        prefilling_others = (one for one, _ in prefilling if one is not handle)
+        prefilling_others = (one for one, *_ in prefilling if one is not handle)
         coming = itertools.chain([handle], prefilling_others, self._scheduler.waiting)
         free = (slot for slot in range(self.config.slots) if slot not in running)
         joining = dict(zip(free, (one.text.lengths for one in coming), strict=False))

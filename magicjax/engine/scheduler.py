@@ -161,7 +161,8 @@ class Scheduler[Handle: QueuedRequest]:
 
     Attributes:
       waiting: requests in the queue.
-      prefilling: requests and where the next pieces of their prompts begin; the first one is next.
+      prefilling: requests, where the next pieces of their prompts begin, and the result of
+        `PrefillRule.kept_states`; the first one is next.
       running: requests by slot.
     """
 
@@ -189,8 +190,8 @@ class Scheduler[Handle: QueuedRequest]:
             None: no prefixes are stored.
         """
         self.waiting: list[Handle] = []
-        self.prefilling: collections.deque[tuple[Handle, int]] = collections.deque()
-        self._kept: dict[int, tuple[int, ...]] = {}  # of those in prefill, by identity
+        self.prefilling: collections.deque[tuple[Handle, int, tuple[int, ...]]]
+        self.prefilling = collections.deque()
         self.running: dict[int, Handle] = {}
         self._slots, self._groups, self._queue_limit = slots, groups, queue_limit
         self._rule, self._prefill_rows, self._min_shared = rule, prefill_rows, min_shared
@@ -202,7 +203,7 @@ class Scheduler[Handle: QueuedRequest]:
     @property
     def unfinished(self) -> list[Handle]:
         """All requests."""
-        return [*self.running.values(), *(one for one, _ in self.prefilling), *self.waiting]
+        return [*self.running.values(), *(one for one, *_ in self.prefilling), *self.waiting]
 
     def check_room(self, new: int) -> None:
         """Raises QueueFullError if the queue has no room for `new` requests."""
@@ -250,7 +251,7 @@ class Scheduler[Handle: QueuedRequest]:
         first = min(self.waiting, key=lambda one: due_s(one))
         prompt = first.prompt
         if self._min_shared is not None and self.prefilling:
-            shared = max(common_prefix(one.prompt, prompt) for one, _ in self.prefilling)
+            shared = max(common_prefix(one.prompt, prompt) for one, *_ in self.prefilling)
             if shared >= self._min_shared and shared > stored(prompt):
                 return None
         return first
@@ -262,8 +263,8 @@ class Scheduler[Handle: QueuedRequest]:
         """
         self.waiting.remove(handle)
         first = self._rule.first(cached)
-        self.prefilling.append((handle, first))
-        self._kept[id(handle)] = self._rule.kept_states(len(handle.prompt), first, shared)
+        kept = self._rule.kept_states(len(handle.prompt), first, shared)
+        self.prefilling.append((handle, first, kept))
 
     def next_piece(self) -> tuple[Handle, Piece] | None:
         """Returns what to prefill next; None if this step has prefilled enough, or nothing is left.
@@ -273,14 +274,13 @@ class Scheduler[Handle: QueuedRequest]:
         if not self.prefilling:  # no slot is free, or no request waits
             self._filling = 0
             return None
-        handle, first = self.prefilling[0]
-        kept = self._kept[id(handle)]
+        handle, first, kept = self.prefilling[0]
         piece = self._rule.piece(len(handle.prompt), first, self._limit, kept)
         most = self._rule.largest if self._limit is None else self._limit
         if self._prefilled and self._prefilled + piece.tokens > most:
             return None
         self._prefilled += piece.tokens
-        self.prefilling[0] = handle, piece.end
+        self.prefilling[0] = handle, piece.end, kept
         self.prefilling.rotate(-1)
         return handle, piece
 
@@ -309,10 +309,9 @@ class Scheduler[Handle: QueuedRequest]:
         return None
 
     def _remove_prefilling(self, handle: Handle) -> bool:
-        remaining = [pair for pair in self.prefilling if pair[0] is not handle]
+        remaining = [each for each in self.prefilling if each[0] is not handle]
         removed = len(remaining) < len(self.prefilling)
         self.prefilling = collections.deque(remaining)
-        self._kept.pop(id(handle), None)
         return removed
 
 

@@ -104,7 +104,7 @@ def test_a_request_can_leave_at_any_time():
     asked = [ask(150), ask(), ask()]
     scheduler = make(2, asked)
     step(scheduler)  # a piece of the first one
-    assert [one for one, _ in scheduler.prefilling] == [asked[1], asked[0]]
+    assert [one for one, *_ in scheduler.prefilling] == [asked[1], asked[0]]
     assert scheduler.remove(asked[0]) is None and scheduler.remove(asked[2]) is None
     assert scheduler.unfinished == [asked[1]]
     step(scheduler)
