@@ -76,13 +76,8 @@ class Prefix:
             return None
         return int(global_arrays.fetch(self.cache.lengths).max())
 
-    def longest_state(self, most: int) -> int:
-        """Returns the tokens of the longest states that have at most `most`; 0 if none have."""
-        lengths = *self.snapshots, len(self.tokens)  # since `PrefixStore.add`
-        return max((length for length in lengths if length <= most), default=0)
-
     def from_state(self, length: int) -> tuple[KVCache, Any]:
-        """Returns the row with the states after `length` tokens; see `longest_state`."""
+        """Returns the row with the states after `length` tokens, kept ones or those at its end."""
         states = self.snapshots.get(length, self.cache.states)
         return dataclasses.replace(self.cache, states=states), self.drafter_state
 
@@ -201,8 +196,8 @@ class PrefixStore:
         if not entry.cache.states:
             recomputed = max(1, self.rule.window, self.rule.overlap)
             return shared if entry.holds(shared - recomputed) else 0
-        state = entry.longest_state(self.rule.last_state(length, shared))
-        return state + self.rule.overlap if state else 0
+        states = *entry.snapshots, len(entry.tokens)  # since `add`
+        return self.rule.cached_by_states(length, shared, states)
 
     def add(self, prefix: Prefix) -> tuple[KVCache, Any] | None:
         """Stores a prefix; returns arrays on the device that it has no more use for, or None.

@@ -7,7 +7,7 @@ no model and runs no program: `magicjax.engine.engine` asks it for the next piec
 import collections
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import numpy as np
@@ -92,17 +92,28 @@ class PrefillRule:
         """
         return min(min(shared, length - 1) - self.overlap, length - self.window)
 
+    def cached_by_states(self, length: int, shared: int, states: Iterable[int]) -> int:
+        """Returns how many tokens of a prompt the longest states that it can go on from cache.
+
+        Args:
+          length, shared: as for `last_state`.
+          states: after how many tokens of a text there are states.
+        """
+        most = self.last_state(length, shared)
+        state = max((tokens for tokens in states if tokens <= most), default=0)
+        return state + self.overlap if state else 0
+
     def kept_states(self, length: int, first: int, shared: int) -> tuple[int, ...]:
         """Returns after how many tokens of a prompt states are kept, fewer than `SNAPSHOTS`.
 
         They are kept after the last step that leaves a token, for the same prompt; after the pieces
-        before, for prompts with another end; and where the prompt leaves a stored text, as the next
+        before, for prompts with another end; and where the prompt leaves another text, as the next
         one may do. Each is a multiple of a step away from `first`, so that no step is added.
 
         Args:
           length: length of the prompt.
           first: where its prefill begins.
-          shared: the first tokens that it shares with a stored text.
+          shared: the first tokens that it shares with a text that is stored, or will be.
         """
         if not self.keeps_states:
             return ()
@@ -239,11 +250,11 @@ class Scheduler[Handle: QueuedRequest]:
     def next_to_start(self, stored: Callable[[Tokens], int]) -> Handle | None:
         """Returns the request that starts next; None if none can start now.
 
-        A request waits while a prompt is prefilled that shares more with it than the stored
+        A request waits while a prompt is prefilled that will give it more tokens than the stored
         prefixes do, because that prompt will be stored.
 
         Args:
-          stored: the number of first tokens that a prompt shares with a stored prefix.
+          stored: the number of first tokens that a prompt has from a stored prefix.
         """
         busy = len(self.running) + len(self.prefilling)
         if not self.waiting or busy == self._slots or len(self.prefilling) == self._prefill_rows:
@@ -251,18 +262,29 @@ class Scheduler[Handle: QueuedRequest]:
         first = min(self.waiting, key=lambda one: due_s(one))
         prompt = first.prompt
         if self._min_shared is not None and self.prefilling:
-            shared = max(common_prefix(one.prompt, prompt) for one, *_ in self.prefilling)
-            if shared >= self._min_shared and shared > stored(prompt):
+            coming = max(self._given(prompt, one.prompt, kept) for one, _, kept in self.prefilling)
+            if coming >= self._min_shared and coming > stored(prompt):
                 return None
         return first
+
+    def _given(self, prompt: Tokens, other: Tokens, kept: tuple[int, ...]) -> int:
+        """Returns how many first tokens a prompt has from another one that is prefilled."""
+        shared = common_prefix(other, prompt)
+        if not self._rule.keeps_states:
+            return shared
+        return self._rule.cached_by_states(len(prompt), shared, (*kept, len(other)))
 
     def start(self, handle: Handle, cached: int, shared: int = 0) -> None:
         """Moves a request from the queue to prefill; its first `cached` tokens need none.
 
-        It shares the first `shared` tokens with a stored text.
+        It shares the first `shared` tokens with a stored text; with one in prefill, it may share
+        more.
         """
         self.waiting.remove(handle)
         first = self._rule.first(cached)
+        if self._rule.keeps_states:
+            others = (common_prefix(one.prompt, handle.prompt) for one, *_ in self.prefilling)
+            shared = max(shared, *others, 0)
         kept = self._rule.kept_states(len(handle.prompt), first, shared)
         self.prefilling.append((handle, first, kept))
 

@@ -37,7 +37,7 @@ def ask(length: int = 5, **when) -> Asked:
 
 
 def make(slots: int = 2, waiting: list[Asked] | None = None, **options) -> Scheduler[Asked]:
-    scheduler = Scheduler[Asked](slots, rule=RULE, **options)
+    scheduler = Scheduler[Asked](slots, **{"rule": RULE} | options)
     for asked in waiting or []:
         scheduler.check_room(1)
         scheduler.add(asked)
@@ -210,6 +210,21 @@ def test_a_prompt_waits_for_one_that_shares_more_than_what_is_stored():
     while second in scheduler.waiting:
         step(scheduler)
     assert scheduler.running[0] is first
+
+
+def test_a_prompt_waits_for_no_states_from_which_it_gains_nothing():
+    document = np.random.default_rng(0).integers(9, size=300)
+    ends = ((10, 900), (11, 100), (12, 100))
+    asked = [Asked(np.concatenate([document, np.full(size, n)])) for n, size in ends]
+    options = dict(min_shared=64, prefill_rows=3)
+    with_states = options | dict(rule=PrefillRule(64, 512, keeps_states=True))
+    scheduler = make(3, asked, **with_states)
+    # States of the first are kept after the document. The second leaves it there and keeps some
+    # before, for which the third waits.
+    assert start(scheduler) == asked[:2]
+    assert [kept for *_, kept in scheduler.prefilling] == [(512, 1024, 1152), (256, 384)]
+    assert start(make(3, asked, **with_states), stored=256) == asked
+    assert start(make(3, asked, **options)) == asked[:1]  # keys and values of any length are reused
 
 
 def test_no_schedule_loses_a_request_or_uses_a_slot_twice():
