@@ -88,6 +88,9 @@ def test_a_table_across_the_values_of_a_column(tmp_path):
     table = f"<!-- table: {request} -->\n{{}}<!-- end of table -->"
     rows = "| method | y, one | y, two |\n| --- | --- | --- |\n| b | 1 | 2 |\n| a | 3 |  |\n"
     assert markdown.updated(table.format(""), tmp_path) == table.format(rows)
+    (tmp_path / "a.csv").write_text("m,k,x\nb,1,1\nb,,2\na,1,3\n")
+    rows = "| method | y, 1 | y |\n| --- | --- | --- |\n| b | 1 | 2 |\n| a | 3 |  |\n"
+    assert markdown.updated(table.format(""), tmp_path) == table.format(rows)
 
 
 def test_documents_are_short():

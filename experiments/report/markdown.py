@@ -59,11 +59,16 @@ def _table(request: str, folder: pathlib.Path) -> str:
 
 
 def _across(rows: pd.DataFrame, across: str) -> pd.DataFrame:
-    """Returns the rows with one column for each value of `across` instead of the last column."""
+    """Returns the rows with one column for each value of `across` instead of the last column.
+
+    A missing value is no part of a heading.
+    """
     *index, heading = [name for name in rows if name != across]
     wide = rows.set_index([*index, across])[heading].unstack(across)
-    wide = wide.reindex(rows.set_index(index).index.unique(), columns=rows[across].unique())
-    return wide.add_prefix(f"{heading}, ").reset_index()
+    values = rows[across].drop_duplicates()
+    wide = wide.reindex(rows.set_index(index).index.unique(), columns=values)
+    headings = [f"{heading}, {value}" if value else heading for value in _texts(values)]
+    return wide.set_axis(headings, axis=1).reset_index()
 
 
 def _texts(column: pd.Series) -> list[str]:
