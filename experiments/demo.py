@@ -24,6 +24,7 @@ from experiments import launch
 from experiments.report import answer, labels, page, results_folder
 from experiments.runner import launchers, workload
 from experiments.schema import config
+from experiments.schema.fields import ConfigError
 from magicjax.downloads import DOWNLOADS
 from magicjax.files import cache_folder
 from magicjax.parallel import offloading
@@ -102,6 +103,10 @@ def summary(directory: pathlib.Path) -> list[str]:
 
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit status, which is that of the launcher."""
+    return launch.reported(lambda: _main(arguments))
+
+
+def _main(arguments: Sequence[str]) -> int:
     steps = Steps()
     memory = offloading.free_host_memory()
     size, reason = choose(None if memory is None else memory / 1e9, free_disk_gb())
@@ -111,14 +116,12 @@ def main(arguments: Sequence[str]) -> int:
     words = [os.path.relpath(CONFIGS / size.config), "--fresh", *arguments]
     experiment = config.from_command_line(words, PROG)
     if experiment.launcher != "in_process":
-        print(
-            f"{PROG}: launcher={experiment.launcher}: the demo runs in one process; omit it, or "
-            f"run python -m experiments.launch {words[0]}",
-            file=sys.stderr,
+        raise ConfigError(
+            f"launcher={experiment.launcher}: the demo runs in one process; omit it, or run "
+            f"{launch.PROG} {words[0]}"
         )
-        return 2
     bench = functools.partial(workload.Bench, steps=steps, streams=True)
-    status = launch.main(words, launchers.InProcess(bench))
+    status = launch.run_experiment(experiment, launchers.InProcess(bench))
     if status not in (0, 1):
         return status
     if not experiment.dry_run:

@@ -10,7 +10,7 @@ import os
 import pathlib
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 if __name__ == "__main__":  # Ctrl-C during the imports below, which take seconds, exits with 130
@@ -251,35 +251,44 @@ def _console() -> Console:
     return console if console.is_terminal else Console(width=140, emoji=False)  # for log files
 
 
-def main(
-    arguments: Sequence[str] | None = None, launcher: launchers.InProcess | None = None
-) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status.
 
     0; 1 if a cell failed or is not exact; 2 for invalid settings; 130 if the user stopped the run.
-
-    Args:
-      arguments: None: those of the process.
-      launcher: replaces that of the experiment.
+    `arguments` are by default those of the process.
     """
-    console = _console()
+    words = sys.argv[1:] if arguments is None else arguments
+    return reported(lambda: run_experiment(config.from_command_line(words, PROG)))
+
+
+def reported(command: Callable[[], int]) -> int:
+    """Returns the exit status of a command, after printing why it ended early."""
     try:
-        experiment = config.from_command_line(
-            sys.argv[1:] if arguments is None else arguments, PROG
-        )
-        if not experiment.distributed:
-            return _launch(experiment, console, launcher)
-        multihost.join(experiment)
-        if jax.process_index() > 0:
-            return multihost.follow()
-        leader = multihost.Leader()
-        return multihost.lead(leader, lambda: _launch(experiment, console, leader))
+        return command()
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted; finished cells are kept: rerun the command to resume", file=sys.stderr)
         return INTERRUPTED
+
+
+def run_experiment(
+    experiment: config.Experiment, launcher: launchers.InProcess | None = None
+) -> int:
+    """Returns the exit status of an experiment; `launcher` replaces the experiment's.
+
+    Raises:
+      ConfigError: settings that cannot be run.
+    """
+    console = _console()
+    if not experiment.distributed:
+        return _launch(experiment, console, launcher)
+    multihost.join(experiment)
+    if jax.process_index() > 0:
+        return multihost.follow()
+    leader = multihost.Leader()
+    return multihost.lead(leader, lambda: _launch(experiment, console, leader))
 
 
 def _launch(

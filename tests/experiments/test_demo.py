@@ -46,15 +46,15 @@ def test_with_little_memory_it_says_so_before_the_small_model_is_looked_for(
 ):
     launched = []
 
-    def main(words, launcher):
-        launched.append((words, capsys.readouterr().out))
+    def stop(experiment, launcher):
+        launched.append((experiment, capsys.readouterr().out))
         return 2
 
-    monkeypatch.setattr(launch, "main", main)
+    monkeypatch.setattr(launch, "run_experiment", stop)
     monkeypatch.setattr(demo.offloading, "free_host_memory", lambda: 1_500_000_000)
     assert demo.main(["--limit", "1"]) == 2
-    ((words, printed),) = launched
-    assert words[0].endswith("demo_small.yaml") and words[1:] == ["--fresh", "--limit", "1"]
+    ((experiment, printed),) = launched
+    assert (experiment.name, experiment.fresh, experiment.limit) == ("demo_small", True, 1)
     assert "smollm2, because qwen2.5-coder-1.5b needs 4.0 GB of memory" in printed
     assert "1.5 GB of memory and" in printed and "downloading 93 MB" in printed
 
@@ -62,6 +62,18 @@ def test_with_little_memory_it_says_so_before_the_small_model_is_looked_for(
 def test_another_launcher_is_refused(cache, capsys):
     assert demo.main(["--launcher", "local", "--jobs", "2"]) == 2
     assert "launcher=local: the demo runs in one process; omit it" in capsys.readouterr().err
+
+
+def test_invalid_settings_and_an_interrupt_have_no_traceback(cache, monkeypatch, capsys):
+    assert demo.main(["--batch", "0"]) == 2
+    assert "batch=0: Input should be greater than or equal to 1" in capsys.readouterr().err
+
+    def interrupt(memory, disk):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "choose", interrupt)
+    assert demo.main([]) == launch.INTERRUPTED
+    assert capsys.readouterr().err.startswith("interrupted; ")
 
 
 def test_it_prints_the_text_as_both_decode_it_and_the_speedup(zoo, monkeypatch, capsys):
