@@ -30,7 +30,8 @@ from sharding import parse_mesh
 # Settings of the engine that other options, or none, decide.
 SET = ("sampling", "adaptive", "grammars", "logits_processors", "logprobs")
 API_KEY = "MAGICJAX_API_KEY"
-PACKAGES = {"starlette", "uvicorn", "prometheus_client", "pydantic", "pydantic_core"}
+# Those of the extra `serve`.
+PACKAGES = {"starlette", "uvicorn", "prometheus_client", "pydantic", "pydantic_core", "llguidance"}
 TOOL_FORMATS = ("hermes", "llama3")
 
 
@@ -141,6 +142,8 @@ def run(arguments: argparse.Namespace) -> int:
         are checked before weights are loaded.
     """
     try:
+        import llguidance  # noqa: F401  (an engine with grammars needs it when it warms up)
+
         from magicjax.server.app import create_app
         from magicjax.server.protocol import Served
         from magicjax.server.run import bind

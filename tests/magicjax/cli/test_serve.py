@@ -74,6 +74,18 @@ def test_invalid_options_exit_with_code_2_and_the_reason(name, directory, run, m
     assert code == 2 and message in errors and errors.count("\n") == 1
 
 
+@pytest.mark.parametrize("package", ["llguidance", "uvicorn"])
+def test_a_missing_package_is_an_error_before_weights_are_loaded(
+    package, directory, run, monkeypatch
+):
+    monkeypatch.setattr(loading, "with_weights", None)
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, "magicjax.server.run")  # imports it
+    code, _, errors = run("serve", "--target", directory)
+    assert code == 2 and errors.count("\n") == 1
+    assert f'magicjax serve requires {package}: pip install "magicjax[serve]"' in errors
+
+
 def test_a_port_in_use_is_an_error_before_weights_are_loaded(directory, run, monkeypatch):
     monkeypatch.setattr(loading, "with_weights", None)
     with socket.create_server(("127.0.0.1", 0)) as other:
