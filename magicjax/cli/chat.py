@@ -15,7 +15,8 @@ from magicjax.cli import arg_utils, drafting, model_options, printing
 from magicjax.decoding.counts import Counts
 from magicjax.decoding.prompts import chat_tokens, token_ids
 from magicjax.decoding.text import Result
-from magicjax.drafters.spec import resolve
+from magicjax.decoding.validation import DEFAULT_TREE
+from magicjax.drafters.spec import Drafters, Trees, resolve
 from magicjax.engine.handle import RequestStats
 from magicjax.files import write_atomically
 from magicjax.model import DTYPES, Model
@@ -130,8 +131,6 @@ def run(arguments: argparse.Namespace) -> None:
     drafting.resolve_sampling(arguments, source)
     sampled = arguments.temperature != 0
     drafters, trees = drafting.engine_speculation(arguments, sampled, "without --temperature")
-    if not arguments.drafter and drafters and drafters.text != drafting.SERVED:
-        print(f"drafter {drafters.text}; --drafter none turns it off", file=sys.stderr)
     settings = arg_utils.settings_from(arguments, magicjax.SamplingParams)
     params = magicjax.SamplingParams(**settings | {"max_tokens": None})  # the engine has the limit
     dtype = model_options.default_dtype(arguments.backend)
@@ -146,6 +145,7 @@ def run(arguments: argparse.Namespace) -> None:
     load = functools.partial(model_options.unloaded, arguments, dtype)
     drafter, tree = resolve(drafters, trees, load)
     engine = magicjax.Engine(target, drafter, tree, config)
+    _note(_drafting(drafters, trees, is_default=not arguments.drafter))
     first = _first_messages(arguments)
     session = Session(engine, params, target, first, template_kwargs=template_kwargs)
     for line in _lines():
@@ -156,6 +156,15 @@ def run(arguments: argparse.Namespace) -> None:
             session = next_session
         elif line.strip():
             session = _answer(session, line)
+
+
+def _drafting(drafters: Drafters | None, trees: Trees | None, is_default: bool) -> str:
+    """Returns the drafter and its tree in words."""
+    if drafters is None:
+        return f"drafter {arg_utils.NONE}"
+    tree = f"chain:{DEFAULT_TREE.depth}" if trees is None else trees.text
+    hint = f"; --drafter {arg_utils.NONE} turns it off" * is_default
+    return f"drafter {drafters.text}, {tree}{hint}"
 
 
 def _engine_config(

@@ -151,7 +151,7 @@ def test_a_conversation_in_a_terminal(model, tmp_path):
     # An endless answer must not end before Ctrl-C arrives.
     options = "--drafter", "prompt-lookup", "--max-tokens", 7000
     terminal, file = Terminal("--target", model, *options), tmp_path / "c.json"
-    terminal.until(r"^> $")
+    assert terminal.until(r"> $").endswith("drafter prompt-lookup, chain:4\n> ")
     notice = "(compiling; this happens once)\n"
     for turn in range(4):
         answer = f"{notice if turn == 0 else ''}fine.\n"
@@ -186,6 +186,7 @@ def test_a_conversation_from_a_pipe(talk, tmp_path):
         *("--system", "be kind"),
     )
     assert (code, out) == (0, "fine.\nfine.\n")
+    assert err.startswith("drafter prompt-lookup:4, chain:4; --drafter none turns it off\n")
     assert [message["content"] for message in json.loads(file.read_text())] == [
         *("be kind", "and you?", "fine.")
     ]
@@ -209,7 +210,7 @@ def test_a_full_context_ends_answers_and_refuses_messages_in_one_line(talk):
     assert code == 0
     answer = ("lo" * 11)[:21]
     assert out.startswith(f"{answer}\nfine.\n")
-    assert err.splitlines()[:3] == [
+    assert err.splitlines()[1:4] == [
         "(compiling; this happens once)",
         "(the context of 24 tokens is full: /reset starts a new conversation)",
         "the conversation has 30 tokens with this message, and --max-context 24 leaves no room for "
