@@ -23,9 +23,9 @@ import numpy as np
 import pandas as pd
 
 import models
-from magicjax.benchmarks.tables import markdown_table, record_table
+from experiments.studies import tables
+from magicjax.benchmarks.tables import markdown_table
 from magicjax.drafters.spec import make_drafter
-from magicjax.files import write_atomically
 from magicjax.loading import skeleton
 from magicjax.prediction import cost_model
 from magicjax.prediction.planner import Candidate, acceptance, inflection
@@ -280,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--summary", help="summary.csv of a grid, instead of published tables")
     parser.add_argument("--profile", help="of the device that ran it, by `magicjax calibrate`")
-    parser.add_argument("--out", type=pathlib.Path, help="write its table to this CSV file")
+    tables.add_out(parser)
     options = parser.parse_args(arguments)
     if options.summary is None:
         if options.profile or options.out:
@@ -293,9 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = of_grid(options.summary, options.profile)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    print(record_table(rows))
-    if options.out is not None:
-        write_atomically(options.out, pd.DataFrame(rows).to_csv(index=False))
+    tables.publish(rows, options.out)
     return 0
 
 

@@ -11,19 +11,18 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pandas as pd
 from jaxtyping import Array, Float
 
 import magicjax
 from experiments import prompts
 from experiments.runner import teacher
-from magicjax.benchmarks.tables import record_table
+from experiments.studies import tables
 from magicjax.decoding import rows
-from magicjax.files import write_atomically
 from magicjax.verification.sampling import (
     Sampling,
     accept_or_residual,
@@ -80,7 +79,7 @@ def window_rates(
     }
 
 
-def measure(options: argparse.Namespace) -> pd.DataFrame:
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns a row for each draft and kind: the mean over windows and its standard error."""
     target = magicjax.load(options.target, "float32")
     windows = prompts.cut(prompts.stdlib_stream(target.tokenizer), options.windows, WINDOW)
@@ -97,11 +96,11 @@ def measure(options: argparse.Namespace) -> pd.DataFrame:
         for kind in KINDS:
             shares = np.stack([each[kind] for each in rates])
             errors = shares.std(0, ddof=1) / np.sqrt(len(shares))
-            row = {"draft": pathlib.PurePath(path).name, "decoding": kind}
+            row: dict[str, Any] = {"draft": pathlib.PurePath(path).name, "decoding": kind}
             for k, (share, error) in enumerate(zip(shares.mean(0), errors), 1):
-                row |= {f"top{k}": share, f"top{k}_error": error}
+                row |= {f"top{k}": float(share), f"top{k}_error": float(error)}
             rows.append(row)
-    return pd.DataFrame(rows)
+    return rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -119,16 +118,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--tries", type=int, default=5, help="the most tries k")
     add("--windows", type=int, default=16, help=f"texts of {WINDOW} tokens, at least 2")
     add("--temperature", type=float, default=1.0, help="of the sampled kinds")
-    add("--out", type=pathlib.Path, help="write the table to this CSV file")
+    tables.add_out(parser)
     options = parser.parse_args(arguments)
     try:
         table = measure(options)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    print(record_table(table.to_dict("records")))
+    tables.publish(table, options.out)
     print("", *(f"{kind}: {meaning}" for kind, meaning in zip(KINDS, MEANINGS)), sep="\n")
-    if options.out is not None:
-        write_atomically(options.out, table.to_csv(index=False))
     return 0
 
 

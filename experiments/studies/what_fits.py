@@ -8,16 +8,12 @@ counted for a CPU. docs/devices.md shows the table.
 
 import argparse
 import json
-import pathlib
 import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import pandas as pd
-
-from magicjax.benchmarks.tables import record_table
-from magicjax.files import write_atomically
+from experiments.studies import tables
 
 NAMES = {"t4": "T4", "l4": "L4", "a100": "A100", "v5e": "v5e-1", "cpu:16": "CPU"}
 
@@ -86,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=(__doc__ or "").partition("\n")[0],
         allow_abbrev=False,
     )
-    parser.add_argument("--out", type=pathlib.Path, help="write the table to this CSV file")
+    tables.add_out(parser)
     options = parser.parse_args(arguments)
     rows = []
     for load in WORKLOADS:
@@ -96,9 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
         rows.append(row(load, json.loads(done.stdout)))
         print(*rows[-1].values(), sep="  ", flush=True)
-    print(record_table(rows))
-    if options.out is not None:
-        write_atomically(options.out, pd.DataFrame(rows).to_csv(index=False))
+    tables.publish(rows, options.out)
     return 0
 
 
