@@ -6,10 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import magicjax
 import models
 from experiments import prompts
 from experiments.runner import measure, workload
 from experiments.schema import config, grid, method
+from tests.experiments.conftest import ScriptedBench
 from tests.magicjax import tiny
 
 TARGET = pathlib.Path("experiments/zoo/target")
@@ -118,6 +120,25 @@ def test_interleaved_runs_equal_separate_calls(context, sampling, monkeypatch):
     assert len(prefills) == (context == 62)
     rounds = max(sum(histogram) for histogram in separate[1].stats.histogram_by_request)
     assert runs.trace(group[1], None).rounds == rounds
+
+
+def test_only_the_first_batch_of_prompts_has_a_run_that_is_not_timed(monkeypatch):
+    target = magicjax.Model(models.build(tiny.config(), "float32"), None)
+    bench, outputs, merged = ScriptedBench(target), [], []
+    run = bench.run
+    monkeypatch.setattr(bench, "run", lambda cell: outputs.append(run(cell)) or outputs[-1])
+    monkeypatch.setattr(bench, "prompts", lambda cell: np.arange(3 * cell.context).reshape(3, -1))
+    monkeypatch.setattr(measure.bandwidth, "read_bandwidth", lambda: 2e10)
+    monkeypatch.setattr(measure, "merge", lambda parts: merged.append(parts) or parts[0])
+    shape = dict(batch=1, requests=3, repeats=2, context=8, new_tokens=16)
+    (cell,) = cells(**shape, prompts="random", agreement_tokens=0, phases=False)
+    measure.measure(bench, cell)
+    assert bench.ran == [grid.plain_of(cell), cell] * (3 + 2 + 2)
+    first, second, third = outputs[:6:2], outputs[6:10:2], outputs[10::2]
+    # The first timed run of the others stands for the run that is not timed, too.
+    expected = [(first[0], second[0], third[0])]
+    expected += zip(first[1:], second, third, strict=True)
+    assert [[*map(id, parts)] for parts in merged[:3]] == [[*map(id, x)] for x in expected]
 
 
 @pytest.mark.slow
