@@ -15,7 +15,7 @@ import numpy as np
 from models import hf_tensors, mtp_checkpoints
 from models.decoder_config import DecoderConfig
 from models.eagle import EagleConfig
-from models.hf_config import check_type
+from models.hf_config_keys import check_type
 from models.hf_tensors import UNEMBEDDING, Stored, Tensor
 from models.mtp import MtpConfig
 

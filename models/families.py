@@ -23,11 +23,11 @@ class Family:
       keys: for each key of config.json whose value is taken unchanged, the field of
         `DecoderConfig` that has it, or the fields.
       settings: the fields of `DecoderConfig` that all models of the family share.
-      parts: the settings that need more than `keys`, by their name in `hf_config.READERS`.
+      parts: the settings that need more than `keys`, by their name in `hf_config_parts.READERS`.
       mlp_ratio: F / E if config.json does not have F; None: it must have it.
       defaults: Hugging Face's defaults of keys that config.json omits.
       fixed: keys of which only some values are supported, and those values.
-      ignored: keys without effect, in addition to `hf_config.HARMLESS`.
+      ignored: keys without effect, in addition to `hf_config_keys.HARMLESS`.
       aliases: other names of keys, by which Hugging Face reads them too.
       rope_kinds: the kinds of `Rope` that the family has.
       grouped_qkv: a fused tensor "qkv" has the q, k, v of one KV head after those of another;

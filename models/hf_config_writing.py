@@ -6,16 +6,9 @@ from typing import Any
 
 from models.decoder_config import DecoderConfig
 from models.families import FAMILIES
-from models.hf_config import (
-    ATTN_CONFIG,
-    DELTA_NET_KEYS,
-    FULL,
-    LINEAR,
-    ROPE_KEYS,
-    ROPE_READS,
-    SLIDING,
-    read_config,
-)
+from models.hf_config import read_config
+from models.hf_config_keys import DELTA_NET_KEYS
+from models.hf_config_parts import ATTN_CONFIG, FULL, LINEAR, ROPE_KEYS, ROPE_READS, SLIDING
 from models.positions import Rope
 
 

@@ -22,7 +22,8 @@ from models.decoder_config import DecoderConfig
 from models.eagle import EagleConfig
 from models.eagle_checkpoints import tensors_of
 from models.families import FAMILIES, TEXT_DECODERS
-from models.hf_config import check_type, drafter_head, log_ignored, read_config, text_decoder
+from models.hf_config import drafter_head, read_config, text_decoder
+from models.hf_config_keys import check_type, log_ignored
 from models.hf_parameters import (
     Found,
     named,

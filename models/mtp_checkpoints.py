@@ -11,7 +11,7 @@ from typing import Any
 from models import hf_tensors
 from models.decoder_config import DecoderConfig
 from models.families import FAMILIES
-from models.hf_config import check_type
+from models.hf_config_keys import check_type
 from models.hf_tensors import Stored, Tensor
 from models.mtp import MtpConfig
 

@@ -31,7 +31,8 @@ from models.gguf.blocks import KINDS, Type
 from models.gguf.tensors import Experts, FileTensor, Weight
 from models.gguf.tokenizer import Type as TokenType
 from models.gguf.tokenizer import read_tokenizer, unsupported
-from models.hf_config import FULL, SLIDING, read_config
+from models.hf_config import read_config
+from models.hf_config_parts import FULL, SLIDING
 from models.hf_config_writing import write_config
 from models.hf_tensors import GGUF_INDEX, Fused, Tensor, check_not_pointer, mismatch, tensors_of
 from models.positions import Rope, frequencies

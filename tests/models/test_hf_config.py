@@ -11,7 +11,7 @@ import re
 import pytest
 
 import models
-from models import hf_config
+from models import hf_config_keys, hf_config_parts
 from models.families import FAMILIES
 from models.hf_config import read_config, text_decoder
 from models.hf_config_writing import WRITERS, write_config
@@ -66,13 +66,13 @@ def family_config(family, **more):
 @pytest.fixture(autouse=True)
 def ignored(caplog):
     """Returns a function that returns the keys in the log's newest line, and clears the log."""
-    hf_config.log_ignored.cache_clear()
-    caplog.set_level(logging.WARNING, "models.hf_config")
+    hf_config_keys.log_ignored.cache_clear()
+    caplog.set_level(logging.WARNING, "models.hf_config_keys")
 
     def keys():
         lines = [record.getMessage() for record in caplog.records]
         caplog.clear()
-        hf_config.log_ignored.cache_clear()
+        hf_config_keys.log_ignored.cache_clear()
         return lines[-1].partition("does not read them: ")[2].split(", ") if lines else []
 
     return keys
@@ -123,7 +123,7 @@ def test_every_switch_survives_config_json(raw):
 
 def test_every_part_of_a_family_is_read_and_written():
     parts = {part for family in FAMILIES.values() for part in family.parts}
-    assert parts == hf_config.READERS.keys() == WRITERS.keys()
+    assert parts == hf_config_parts.READERS.keys() == WRITERS.keys()
 
 
 def test_defaults_are_those_of_the_family():
@@ -589,8 +589,8 @@ def test_no_setting_of_positions_or_attention_is_ignored_as_unknown():
     source = inspect.getsource(modeling_rope_utils)
     rope = set(re.findall(r'rope_parameters(?:_dict)?(?:\.get\(|\[)"(\w+)"', source))
     assert rope >= {"factor", "beta_fast", "mscale"}
-    assert rope - {"rope_theta", "rope_type", "type"} <= set(hf_config.ROPE_KEYS)
+    assert rope - {"rope_theta", "rope_type", "type"} <= set(hf_config_parts.ROPE_KEYS)
     own = {field.name for field in dataclasses.fields(MptAttentionConfig)}
     own -= {field.name for field in dataclasses.fields(PreTrainedConfig)}
-    known = {"clip_qkv", *hf_config.ATTN_CONFIG, *hf_config.ATTN_IGNORED}
-    assert own <= known | hf_config.HARMLESS
+    known = {"clip_qkv", *hf_config_parts.ATTN_CONFIG, *hf_config_parts.ATTN_IGNORED}
+    assert own <= known | hf_config_keys.HARMLESS
