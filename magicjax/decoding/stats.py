@@ -22,7 +22,8 @@ class Stats(Counts):
       prefill_s, decode_s: seconds of prefill, including the first token, and of the decoding loop.
       compile_s: spent compiling in this call.
       compilations: programs compiled in this call.
-      kv_bytes_target, kv_bytes_draft: allocated keys and values.
+      kv_bytes_target, kv_bytes_draft: allocated keys and values, with scales and positions of
+        pinned entries.
       attention_backend: the backend of attention and products.
       plan_s: with `drafter="auto"` in `generate`: spent on trials and the comparison.
       depths: with `drafter="auto"`: the depth of the tree in each call of the loop; 0: plain.

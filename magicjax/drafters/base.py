@@ -205,7 +205,7 @@ class Drafter(abc.ABC):
         return StatsSpec()
 
     def cache_bytes(self, target: Model, batch: int, capacity: int) -> int:
-        """Returns the bytes of its own keys and values; a full cache has `capacity` slots."""
+        """Returns the bytes of its own caches; a full one has `capacity` slots."""
         return 0
 
     def insert(self, state: Any, row: Any, slot: Int[Array, ""]) -> Any:

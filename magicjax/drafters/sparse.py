@@ -16,6 +16,7 @@ from magicjax.settings import StatsSpec
 KVDtype = Literal["int8", "int4"]
 KV_DTYPES = model.KV_DTYPES | {"int4": 4}
 BUDGET = 256  # the default
+PIN_BYTES = 4  # of the position of a pinned entry
 
 # Help of the options that drafters with a cache share.
 POLICY_HELP = "which entries of the cache are pinned"
@@ -204,10 +205,12 @@ class SparseSettings:
             )
 
     def num_bytes(self, model: Model, batch: int) -> int:
-        """Returns the bytes of keys and values of the draft cache, scales included."""
+        """Returns the bytes of the draft cache: keys and values, scales, positions of pins."""
         bits = KV_DTYPES[self.kv_dtype]
-        slots = enumerate(self.slots(model))
-        return batch * sum(count * model.slot_bytes(layer, bits) for layer, count in slots)
+        slots, pinned = enumerate(self.slots(model)), enumerate(self._pinned(model))
+        entries = sum(count * model.slot_bytes(layer, bits) for layer, count in slots)
+        pins = sum(count * model.layer_config(layer).num_kv_heads for layer, count in pinned)
+        return batch * (entries + PIN_BYTES * pins)
 
 
 def check_context(model: Model, budget: int) -> None:

@@ -125,8 +125,9 @@ def is_bounds(x) -> bool:
 
 
 def num_bytes(cache) -> int:
-    """Returns the bytes of keys and values, or of bounds of keys, arrays or their shapes."""
-    arrays = (cache.low, cache.high) if is_bounds(cache) else (cache.k, cache.v)
+    """Returns the bytes of keys, values and pins, or of bounds of keys, arrays or their shapes."""
+    pins = getattr(cache, "pinned", ())
+    arrays = (cache.low, cache.high) if is_bounds(cache) else (cache.k, cache.v, pins)
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
 
 

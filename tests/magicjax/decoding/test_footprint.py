@@ -43,7 +43,10 @@ def keys_and_values(state) -> int:
         return isinstance(x, PageBounds)
 
     bounds = filter(is_bounds, jax.tree.leaves(state.drafter, is_leaf=is_bounds))
-    caches = [(cache.k, cache.v) for cache in aot_compile.all_caches(state)[1:]]
+    caches = [
+        (cache.k, cache.v, getattr(cache, "pinned", ()))
+        for cache in aot_compile.all_caches(state)[1:]
+    ]
     return part_bytes((caches, list(bounds), getattr(state.drafter, "sinks", None)))
 
 

@@ -96,9 +96,8 @@ def test_a_draft_of_short_context_needs_sinks_that_move():
         request = keywords.prepare(tiny.model(), prompts, drafter=drafter, max_tokens=tiny.NEW)
         return request.kv_bytes[1]
 
-    assert (
-        kv_bytes(**sparse, sink_positions="in_cache") == 3 * (2 * (SINKS + 16) + SINKS) * 4 * 8 * 4
-    )
+    entries, positions = (2 * (SINKS + 16) + SINKS) * 8 * 4, SINKS * 4  # bytes of a KV head
+    assert kv_bytes(**sparse, sink_positions="in_cache") == 3 * 4 * (entries + positions)
     with pytest.raises(ValueError, match="sink_positions='in_cache'"):
         kv_bytes()
 

@@ -118,7 +118,7 @@ def test_the_memory_of_candidates_is_their_footprint():
     weights = 2 * models.count_params(models.preset("llama-3.1-8b")) / 2
     assert free_memory(target, machine, *where) == H100.device.memory - weights - 3 * 100 * slot
     expected = {
-        SelfSpeculation(budget=64): 3 * 64 * slot,
+        SelfSpeculation(budget=64): 3 * (64 * slot + 16 * 32 * 4 * 4),  # 16 sinks' positions
         FullCacheSpeculation(): 0,  # the target's own cache
         PageRetrieval(512, page_size=16): 3 * 6 * slot,
         PromptLookup(): 0,
