@@ -162,10 +162,10 @@ class SparseSettings:
         candidates = (full.lengths - self.ring).clip(0)
         counts, pins = self._pinned(model), list[Any]()
         for layer, (k, v, count) in enumerate(zip(full.k, full.v, counts, strict=True)):
-            if k is None:
+            if not model.has_slots[layer]:
                 pins.append(None)
                 continue
-            if full.windows[layer] is not None:
+            if not model.pinnable[layer]:
                 pins.append(jnp.zeros((*k.shape[:2], 0), jnp.int32))
                 continue
             evidence = Evidence(

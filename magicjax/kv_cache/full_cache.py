@@ -32,7 +32,7 @@ class KVCache:
     """All committed keys and values that later tokens can see.
 
     Attributes:
-      k, v: one array [R, K, S, D] per layer with slots of its own, None for others. R is B, or more
+      k, v: one array [R, K, S, D] per layer of `Model.has_slots`, None for others. R is B, or more
         in a part of an engine's batch, whose rows are the first B, read and written in place.
         With `Model.kv_bits` they are `Quantized`, with scales that are powers of two (`as_stored`).
       lengths: int32 [B], the committed tokens. Slots without one hold finite garbage that later
@@ -40,7 +40,7 @@ class KVCache:
       windows: static; of each layer, None: it sees the whole text. A layer with a window is a ring.
       split: static; the model's division over devices.
       states: the state of each layer without attention, None for others; empty if there is none.
-      sources: static; the layer whose slots each layer reads, None: its own; empty: all theirs.
+      sources: static; `Model.kv_sources`, or empty if all layers have slots.
     """
 
     k: Layers = struct.field(metadata=logical_axes(LAYER_BATCH, KV_HEADS))
@@ -101,12 +101,7 @@ def empty(model: Model, batch: int, slots: int) -> KVCache:
         new = state_layers.empty(shape, batch, model.dtype)
         states = tuple(jax.tree.map(jnp.copy, new) if linear else None for linear in model.linear)
     lengths = jnp.zeros(batch, jnp.int32)
-    return KVCache(k, v, lengths, windows, model.split, states, sources_of(model))
-
-
-def sources_of(model: Model) -> tuple[int | None, ...]:
-    """Returns `KVCache.sources`."""
-    return model.kv_sources if any(x is not None for x in model.kv_sources) else ()
+    return KVCache(k, v, lengths, windows, model.split, states, model.kv_sources)
 
 
 def _zeros(shape: tuple[int, ...] | None, model: Model) -> Slots | None:

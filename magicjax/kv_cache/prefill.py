@@ -116,8 +116,8 @@ def _empty_stats(model: Model, cache: KVCache, stats_spec: StatsSpec, length: in
         )
     if stats_spec.total:
         dtype = jnp.promote_types(model.dtype, jnp.float32)
-        layers = zip(cache.k, cache.windows, strict=True)
-        total = tuple(None if w or k is None else jnp.zeros(k.shape[:3], dtype) for k, w in layers)
+        layers = zip(cache.k, model.pinnable, strict=True)
+        total = tuple(jnp.zeros(k.shape[:3], dtype) if read else None for k, read in layers)
     inputs = {
         layer: jnp.zeros((batch, length, config.hidden_size), model.dtype)
         for layer in stats_spec.layer_inputs
