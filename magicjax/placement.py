@@ -74,19 +74,23 @@ def split_of(config: models.DecoderConfig, shards: int | None, mesh: AnyMesh) ->
       mesh: factored.
 
     Raises:
-      ValueError: heads, MLP or vocabulary do not divide, or the axis does not have such parts.
+      ValueError: heads, MLP, experts or vocabulary do not divide, or the axis does not have such
+        parts.
     """
     c = config
     if isinstance(c, models.EagleConfig):
         shards = 1
-    experts = getattr(c, "num_experts", None)
-    mlp, name = (c.intermediate_size, "MLP units") if experts is None else (experts, "experts")
-    split = split_over(mesh, c.num_heads, c.num_kv_heads, mlp, c.vocab_size, shards, name)
-    if split.shards > 1 and getattr(c, "linear_layers", None):
-        raise ValueError(
-            f"model={split.shards} with gated delta nets (family {c.family!r}) is not supported: "
-            "use a mesh of the axis data; load a draft model with shards=1"
-        )
+    experts, delta_net = getattr(c, "num_experts", None), getattr(c, "delta_net", None)
+    sizes = {"query heads": c.num_heads}
+    if experts is None:
+        sizes["MLP units"] = c.intermediate_size
+    else:
+        sizes["experts"] = experts
+    if (shared := getattr(c, "shared_expert_size", None)) is not None:
+        sizes["units of the shared expert"] = shared
+    if delta_net is not None:  # of which value heads are a multiple
+        sizes["key heads of gated delta nets"] = delta_net.key_heads
+    split = split_over(mesh, c.num_kv_heads, sizes | {"tokens": c.vocab_size}, shards)
     full_kv_heads, parts = getattr(c, "full_kv_heads", None), split.shards
     # The heads of both kinds of layers have one division, so none are replicated.
     if full_kv_heads is not None and (full_kv_heads % parts or split.kv_shards < parts):

@@ -289,8 +289,7 @@ class Block(nn.Module):
             if not self.linear:
                 own = c, self.dtype, self.split, self.weights.within("attention"), self.backend
                 return Attention(*own, self.shares, name="attention")
-            weights = self.weights.within("delta_net")
-            delta_net = GatedDeltaNet(c, self.dtype, weights, self.backend, name="delta_net")
+            delta_net = part(GatedDeltaNet, "delta_net")
             return lambda x, positions, attend, rotation: delta_net(x, attend)
 
         attention = mixer()

@@ -504,7 +504,7 @@ class DecoderConfig:
             inputs["attention/out"] = self.num_heads * head_dim // shards
         if (shape := self.delta_net) is not None and (layer is None or self.linear[layer]):
             inputs |= {f"delta_net/{name}": width for name in "qkvz"}
-            inputs["delta_net/out"] = shape.value_heads * shape.value_dim
+            inputs["delta_net/out"] = shape.value_heads * shape.value_dim // shards
         inputs |= {f"mlp/{name}": width for name in up}
         parts = shards if self.num_experts is None else 1  # experts are divided, not their widths
         unit = self.intermediate_size if layer is None else self.of_layer(layer).intermediate_size

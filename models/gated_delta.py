@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 from models.layers import LayerAttend, RMSNorm
 from models.linear import Projection, project
 from models.quantized import MatrixFormats
-from sharding import EMBED
+from sharding import EMBED, HEADS, Split, collectives
 
 EPS = 1e-6  # of the length to which q and k are divided
 
@@ -59,8 +59,22 @@ class DeltaNetShape:
 
     @property
     def channels(self) -> int:
-        """C, the elements of q, k and v of a token."""
+        """C, the elements of q, k and v of a token, in the order of `channels_of`."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    def channels_of(self, q: Array, k: Array, v: Array) -> Float[Array, "*B C"]:
+        """Returns the channels of q, k [..., Hk * Dk] and v [..., H * Dv].
+
+        Those of a key head and of the values that it serves are adjacent, so that a mesh divides
+        them as it divides the heads.
+        """
+        of_heads = [x.reshape(*x.shape[:-1], self.key_heads, -1) for x in (q, k, v)]
+        return jnp.concatenate(of_heads, -1).reshape(*q.shape[:-1], -1)
+
+    def part(self, shards: int) -> "DeltaNetShape":
+        """Returns the shapes on one of `shards` devices, which divide the heads."""
+        key_heads, value_heads = self.key_heads // shards, self.value_heads // shards
+        return dataclasses.replace(self, key_heads=key_heads, value_heads=value_heads)
 
     def state_bytes(self, itemsize: int) -> int:
         """Returns the bytes of a row's state in one layer, given those of an activation."""
@@ -73,7 +87,7 @@ class DeltaNetInputs:
     """What a gated delta net passes to `attend`, which returns ([B, T, H, Dv], what to keep).
 
     Attributes:
-      x: [B, T, C], q, k and v before the convolution.
+      x: [B, T, C], q, k and v before the convolution (`DeltaNetShape.channels_of`).
       log_decay: [B, T, H], the logarithm of a, at least float32.
       beta: [B, T, H], at least float32.
       kernel: [C, W], of the convolution; the last element is the token's own.
@@ -89,11 +103,10 @@ class DeltaNetInputs:
     def heads(self, convolved: Float[Array, "B T C"]) -> tuple[Array, Array, Array]:
         """Returns q, k [B, T, Hk, Dk] and v [B, T, H, Dv] of the convolution's outputs."""
         s, x = self.shape, nn.silu(convolved)
-        keys = s.key_heads * s.key_dim
-        q, k, v = jnp.split(x, (keys, 2 * keys), -1)
+        x = x.reshape(*x.shape[:2], s.key_heads, -1)
+        q, k, v = jnp.split(x, (s.key_dim, 2 * s.key_dim), -1)
 
         def normalized(x: Array) -> Array:
-            x = x.reshape(*x.shape[:2], s.key_heads, s.key_dim)
             return x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + EPS)
 
         v = v.reshape(*v.shape[:2], s.value_heads, s.value_dim)
@@ -101,50 +114,66 @@ class DeltaNetInputs:
 
 
 class GatedDeltaNet(nn.Module):
-    """Projections, decays and gates of a gated delta net, around the recurrence in `attend`."""
+    """Projections, decays and gates of a gated delta net, around the recurrence in `attend`.
+
+    A mesh divides its heads, and with them the states.
+    """
 
     config: Any  # a `DecoderConfig`
     dtype: Any
+    split: Split = Split()
     weights: MatrixFormats = MatrixFormats()
     backend: str | None = None
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T E"], attend: LayerAttend) -> tuple[Array, Any]:
         c = self.config
-        s: DeltaNetShape = c.delta_net
+        s: DeltaNetShape = c.delta_net.part(self.split.shards)
         embed = ((c.hidden_size, EMBED),)
-        key_heads = ((s.key_heads, None), (s.key_dim, None))
-        value_heads = ((s.value_heads, None), (s.value_dim, None))
+        key_heads = ((s.key_heads, HEADS), (s.key_dim, None))
+        value_heads = ((s.value_heads, HEADS), (s.value_dim, None))
         outputs: dict[str, Any] = dict(q=key_heads, k=key_heads, v=value_heads, z=value_heads)
         outputs |= dict.fromkeys("ba", value_heads[:1])
 
-        def projection(inputs, outputs, name):
-            options = dict(weights=self.weights.of(name), backend=self.backend)
+        def projection(inputs, outputs, name, **options):
+            options |= dict(weights=self.weights.of(name), backend=self.backend)
             return Projection(inputs, outputs, False, self.dtype, name=name, **options)
 
         made = project(x, *(projection(embed, of, name) for name, of in outputs.items()))
         q, k, v, z, b, a = made
-        mixed = jnp.concatenate([y.reshape(*y.shape[:2], -1) for y in (q, k, v)], -1)
+        mixed = s.channels_of(*(y.reshape(*y.shape[:2], -1) for y in (q, k, v)))
         wide = jnp.promote_types(self.dtype, jnp.float32)
-        # As the matrix of a convolution with one input channel for each output.
-        kernel = self._vector("conv", nn.initializers.normal(0.5), (s.channels, 1, s.conv_width))
-        log_rate = self._vector("log_rate", nn.initializers.zeros, (s.value_heads,))
-        step = self._vector("step_bias", nn.initializers.ones, (s.value_heads,))
+        log_rate = self._vector("log_rate", nn.initializers.zeros, value_heads[:1])
+        step = self._vector("step_bias", nn.initializers.ones, value_heads[:1])
         rate = nn.softplus(a.astype(wide) + step.astype(wide))
         out, aux = attend(
             DeltaNetInputs(
                 mixed,
                 -jnp.exp(log_rate.astype(wide)) * rate,
                 nn.sigmoid(b.astype(wide)),
-                kernel[:, 0],
+                self._kernel(),
                 s,
             )
         )
         norm = RMSNorm(s.value_dim, c.norm_eps, self.dtype, None, self.backend, name="norm")
         gate = nn.silu(z.astype(wide))
         out = (norm(out.astype(self.dtype)) * gate).astype(self.dtype)
-        return projection(value_heads, embed, "out")(out), aux
+        return projection(value_heads, embed, "out", axis_names=self.split.axes)(out), aux
 
-    def _vector(self, name: str, init: Any, shape: tuple[int, ...]) -> Array:
-        boxed = nn.with_logical_partitioning(init, (None,) * len(shape))
-        return self.param(name, boxed, shape, self.dtype)
+    def _kernel(self) -> Float[Array, "C W"]:
+        """Returns the convolution of this device's channels; all devices have the whole parameter.
+
+        The parameter has the channels of q, k and v one after the other, as the matrix of a
+        convolution with one input channel for each output.
+        """
+        s: DeltaNetShape = self.config.delta_net
+        axes = (s.channels, None), (1, None), (s.conv_width, None)
+        whole = self._vector("conv", nn.initializers.normal(0.5), axes)[:, 0].T
+        keys = s.key_heads * s.key_dim
+        parts = jnp.split(whole, (keys, 2 * keys), -1)
+        own = [collectives.local_slice(part, (), self.split.axes) for part in parts]
+        return s.part(self.split.shards).channels_of(*own).T
+
+    def _vector(self, name: str, init: Any, axes: tuple[tuple[int, str | None], ...]) -> Array:
+        shape, names = zip(*axes, strict=True)
+        return self.param(name, nn.with_logical_partitioning(init, names), shape, self.dtype)

@@ -6,7 +6,7 @@ mesh. A change of the mesh, or of what is divided over it, changes that table an
 
 # Axes of parameters; HEADS and KV_HEADS also of caches.
 EMBED = "embed"  # model width E
-HEADS = "heads"  # query heads H
+HEADS = "heads"  # query heads H, and heads of gated delta nets
 KV_HEADS = "kv_heads"  # key/value heads K
 HEAD_DIM = "head_dim"  # head size D
 MLP = "mlp"  # hidden width F of the MLP

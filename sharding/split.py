@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -29,7 +30,8 @@ class Split:
     """How a model is divided over mesh axes; by default it is not.
 
     Attributes:
-      axes: mesh axes that divide heads, MLP or experts, and vocabulary.
+      axes: mesh axes that divide heads, also those of gated delta nets, MLP or experts, and
+        vocabulary.
       kv_axes: the first of `axes`; they divide the KV heads. KV heads are replicated along the
         others, which divide the query heads of each KV head.
       shards: number of devices along `axes`.
@@ -93,30 +95,24 @@ def array_bytes(shape: tuple[int, ...], dtype: Any) -> int:
 
 
 def split_over(
-    mesh: AnyMesh,
-    heads: int,
-    kv_heads: int,
-    mlp: int,
-    vocab: int,
-    shards: int | None = None,
-    mlp_name: str = "MLP units",
+    mesh: AnyMesh, kv_heads: int, sizes: Mapping[str, int], shards: int | None = None
 ) -> Split:
     """Returns the division of a model of these sizes over the `model` axis of a factored mesh.
 
     Args:
       mesh: as `factored` returns it.
-      heads, kv_heads, mlp, vocab: H, K, F or the number of experts, V.
+      kv_heads: K, which may be fewer than the parts.
+      sizes: what else is divided, by its name in messages, such as "query heads".
       shards: number of parts; None: the size of the axis.
-      mlp_name: what `mlp` counts, for the message.
 
     Raises:
       ValueError: a size does not divide; the message lists the valid numbers of parts.
     """
     count = math.prod(model_axes(mesh).values()) if shards is None else shards
-    axes, sizes = first_axes(mesh, count), (heads, kv_heads, mlp, vocab)
-    problem = _indivisible(*sizes, count, mlp_name)
-    if problem:
-        valid = [n for n in range(1, max(heads, 1) + 1) if not _indivisible(*sizes, n, mlp_name)]
+    axes = first_axes(mesh, count)
+    if problem := _indivisible(kv_heads, sizes, count):
+        counts = range(1, max(1, min(sizes.values())) + 1)
+        valid = [n for n in counts if not _indivisible(kv_heads, sizes, n)]
         raise ValueError(
             f"model={count} does not divide the model: {problem}; use model="
             f"{', '.join(map(str, valid))}"
@@ -125,9 +121,7 @@ def split_over(
     return Split(axes, first_axes(mesh, kv_shards), count, kv_shards)
 
 
-def _indivisible(
-    heads: int, kv_heads: int, mlp: int, vocab: int, count: int, mlp_name: str
-) -> str | None:
+def _indivisible(kv_heads: int, sizes: Mapping[str, int], count: int) -> str | None:
     """Returns a description of the size that `count` does not divide, or None."""
     # Fewer KV heads than devices are replicated along the last of the axis's prime factors.
     products = np.cumprod([1, *prime_factors(count)])
@@ -136,7 +130,7 @@ def _indivisible(
             f"its {kv_heads} KV heads are not a multiple of {count}; to replicate them, there must "
             f"be {', '.join(map(str, products[:-1]))}"
         )
-    for name, size in (("query heads", heads), (mlp_name, mlp), ("tokens", vocab)):
+    for name, size in sizes.items():
         if size % count:
             return f"its {size} {name} are not a multiple of {count}"
     return None

@@ -88,7 +88,8 @@ def kv_bytes(
     The arguments are those of `of_models`; without a mesh, the bytes are those of all devices, of
     which replicas of KV heads do not count.
     """
-    cache = target.kv_bytes(rows, capacity) // _parts(target, target, mesh, "kv_shards")
+    entries = target.kv_bytes(rows, capacity) - rows * target.state_bytes
+    cache = entries // _parts(target, target, mesh, "kv_shards") + state_bytes(target, rows, mesh)
     draft_cache = 0
     for member in () if drafter is None else drafter.members():
         model = next(iter(placement.models_of(member)), target)
@@ -98,6 +99,11 @@ def kv_bytes(
 
 
 def largest(sizes: range, limit: float, needed: Callable[[int], float]) -> int:
+def state_bytes(target: Model, rows: int, mesh: AnyMesh | None = None) -> int:
+    """Returns the bytes of the states of a target's rows on each device."""
+    return rows * target.state_bytes // _parts(target, target, mesh, "shards")
+
+
     """Returns the largest of increasing sizes that needs at most `limit` bytes; 0 if none does."""
     count = bisect.bisect_right(sizes, limit, key=needed)
     return sizes[count - 1] if count else 0

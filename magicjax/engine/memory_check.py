@@ -7,6 +7,7 @@ from magicjax.decoding.request import Request
 from magicjax.engine.config import EngineConfig
 from magicjax.engine.scheduler import SNAPSHOTS
 from magicjax.model import CAPACITY_MULTIPLE
+from sharding import AnyMesh
 
 MAX_DEFAULT_PREFIXES = 4
 SMALL_BYTES = 1e9  # of caches that need not be smaller than the weights
@@ -54,11 +55,15 @@ def proportionate_slots(row: Request, config: EngineConfig) -> int:
     return slots
 
 
-def _all_snapshot_bytes(row: Request, config: EngineConfig) -> int:
-    """Returns the bytes of the states that are kept of all prefixes and prompts in prefill."""
+def _all_snapshot_bytes(row: Request, config: EngineConfig, mesh: AnyMesh | None = None) -> int:
+    """Returns the bytes of the states that are kept of all prefixes and prompts in prefill.
+
+    On a mesh they are those of each device.
+    """
     if not (prefixes := num_prefixes(row, config)):
         return 0
-    return (prefixes + config.prefill_rows) * snapshot_bytes(row)
+    rows = prefixes + config.prefill_rows
+    return footprint.state_bytes(row.target, SNAPSHOTS * rows, mesh)
 
 
 def check_prefixes(row: Request, config: EngineConfig) -> None:
@@ -98,13 +103,14 @@ def check(row: Request, config: EngineConfig, available: float | None = None) ->
     slots, capacity, prefills = config.slots, config.capacity, config.prefill_rows
     assert capacity is not None
     prefixes, groups = num_prefixes(row, config), row.settings.groups
-    rows, states = slots // groups + prefills + prefixes, _all_snapshot_bytes(row, config)
+    rows, mesh = slots // groups + prefills + prefixes, row.settings.mesh
+    states = _all_snapshot_bytes(row, config, mesh)
 
     def needed(row_slots: int) -> float:
         settings = dataclasses.replace(row.settings, capacity=row_slots)
         sized = dataclasses.replace(row, settings=settings)
         other_rows = prefills + num_prefixes(sized, config)
-        states = _all_snapshot_bytes(sized, config)
+        states = _all_snapshot_bytes(sized, config, mesh)
         return memory.count(sized, slots // groups + other_rows).new + states
 
     def remedy(limit: float) -> list[str]:

@@ -48,9 +48,7 @@ class KVCache:
     lengths: Int[Array, "B"]
     windows: tuple[int | None, ...] = struct.field(pytree_node=False)
     split: Split = struct.field(pytree_node=False, default=Split())
-    states: tuple[LayerState | None, ...] = struct.field(
-        default=(), metadata=logical_axes(LAYER_BATCH)
-    )
+    states: tuple[LayerState | None, ...] = ()
     sources: tuple[int | None, ...] = struct.field(pytree_node=False, default=())
 
     def of_layers(self, layers: Sequence[int]) -> "KVCache":
@@ -97,8 +95,8 @@ def empty(model: Model, batch: int, slots: int) -> KVCache:
     k, v = (tuple(_zeros(shape, model) for shape in layers) for _ in "kv")
     states: tuple = ()
     if any(model.linear):
-        shape: Any = model.config.delta_net
-        new = state_layers.empty(shape, batch, model.dtype)
+        whole: Any = model.config.delta_net
+        new = state_layers.empty(whole.part(model.split.shards), batch, model.dtype)
         states = tuple(jax.tree.map(jnp.copy, new) if linear else None for linear in model.linear)
     lengths = jnp.zeros(batch, jnp.int32)
     return KVCache(k, v, lengths, windows, model.split, states, model.kv_sources)

@@ -50,9 +50,7 @@ class DraftCache:
     windows: tuple[int | None, ...] = struct.field(pytree_node=False)
     bits: int | None = struct.field(pytree_node=False, default=None)
     split: Split = struct.field(pytree_node=False, default=Split())
-    states: tuple[LayerState | None, ...] = struct.field(
-        default=(), metadata=logical_axes(LAYER_BATCH)
-    )
+    states: tuple[LayerState | None, ...] = ()
     sources: tuple[int | None, ...] = struct.field(pytree_node=False, default=())
 
     def of_layers(self, layers: Sequence[int]) -> "DraftCache":

@@ -23,6 +23,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from models.gated_delta import DeltaNetInputs, DeltaNetShape
+from sharding import HEADS, LAYER_BATCH, logical_axes
 
 CHUNK = 64  # tokens of a chain in one system, whose size is the square
 # Rows of a system that are solved by one call. On a CPU, BLAS divides larger systems over threads
@@ -42,8 +43,8 @@ class LayerState:
         text.
     """
 
-    s: Float[Array, "R H Dk Dv"]
-    inputs: Float[Array, "R W-1 C"]
+    s: Float[Array, "R H Dk Dv"] = struct.field(metadata=logical_axes(LAYER_BATCH, HEADS))
+    inputs: Float[Array, "R W-1 C"] = struct.field(metadata=logical_axes(LAYER_BATCH, None, HEADS))
 
 
 @struct.dataclass

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,6 +23,7 @@ from tests.magicjax import family_cases, keywords, oracle, tiny
 
 MESHES = ((1, 8), (2, 4), (4, 2), (8, 1))
 SIZES = dict(num_heads=8, head_dim=8, intermediate_size=48, vocab_size=64)
+DELTA_NET = dataclasses.replace(family_cases.DELTA_NET, key_heads=8, value_heads=16)
 SAMPLED = dict(seed=3, temperature=0.8)
 PROCESSED = dict(
     repetition_penalty=1.4, frequency_penalty=0.3, logit_bias=((2, 1.0), (60, -2.0)), min_tokens=3
@@ -145,6 +147,8 @@ CASES = {
     },
     "states": (several, magicjax.chain(3), {}, "qwen3.5"),
     "states sampled": (small(), TREE, SAMPLED, "qwen3-next"),
+    "states, snapkv": (self_speculation("snapkv", refresh_every=4), TREE, {}, "qwen3-next"),
+    "states, quest": (page_retrieval(page_size=4), TREE, {}, "qwen3.5"),
     "int4": (self_speculation(), magicjax.chain(3), {}, INT4),
     "int4 small sampled": (small(), TREE, SAMPLED, INT4),
 }
@@ -165,8 +169,13 @@ def draft(kv_heads: int | str, shards: int | None) -> magicjax.Model:
 
 def _model(kv_heads: int | str, noise: float, layers: int) -> magicjax.Model:
     if isinstance(kv_heads, str) and kv_heads != INT4:
-        sizes = dict(hidden_size=64, num_heads=8, max_positions=512)
-        if "num_layers" not in family_cases.KINDS[kv_heads]:
+        sizes: dict[str, Any] = dict(hidden_size=64, num_heads=8, max_positions=512)
+        if kv_heads in family_cases.HYBRID:  # as many gated delta nets as other layers
+            sizes |= dict(num_layers=2 * layers, linear_layers=tuple(range(0, 2 * layers, 2)))
+            sizes |= dict(delta_net=DELTA_NET)
+            if "num_experts" in family_cases.KINDS[kv_heads]:
+                sizes["num_experts"] = 8
+        elif "num_layers" not in family_cases.KINDS[kv_heads]:
             sizes["num_layers"] = layers
         return family_cases.model(kv_heads, 64, noise / 4, **sizes)
     shape = tiny.config(

@@ -337,7 +337,7 @@ def pass_parts(
         ),
         "attention": Work(
             bytes=(rows * slots * per_slot + new_kv) / kv_shards(sizes, machine)
-            + 2 * rows * sizes.state_bytes,  # read and written
+            + 2 * rows * sizes.state_bytes / g,  # read and written
             flops=4 * padded * scores / g,
         ),
         "logits": linear(sizes.unembedding, sizes.output_itemsize),

@@ -88,8 +88,9 @@ def by_paths(
         window = np.concatenate([windows[rows, parent], x[:, node, None]], 1)
         mixed = (np.roll(window, convolve_late, 1) * kernel.T).sum(1)
         mixed = mixed / (1 + np.exp(-mixed))
-        q, k, v = np.split(mixed, np.cumsum([shape.key_heads * shape.key_dim] * 2), 1)
-        q, k = (y.reshape(len(y), shape.key_heads, -1).repeat(groups, 1) for y in (q, k))
+        mixed = mixed.reshape(len(mixed), shape.key_heads, -1)
+        q, k, v = np.split(mixed, [shape.key_dim, 2 * shape.key_dim], -1)
+        q, k = (y.repeat(groups, 1) for y in (q, k))
         q, k = (y / np.sqrt((y * y).sum(-1, keepdims=True) + 1e-6) for y in (q, k))
         v = v.reshape(len(v), shape.value_heads, -1)
         now = np.exp(g[:, max(0, node - decay_late)])[..., None, None] * states[rows, parent]

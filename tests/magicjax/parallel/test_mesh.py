@@ -33,10 +33,9 @@ FEW = [
     ("cascade sampled", (4, 2)),
 ]
 FAMILIES = [case for case in mesh_cases.CASES if case.startswith("family ")]
-STATES = ["states", "states sampled"]  # which the axis `model` cannot divide
-OTHERS = [case for case in mesh_cases.CASES if case not in (*FAMILIES, *STATES)]
+OTHERS = [case for case in mesh_cases.CASES if case not in FAMILIES]
 ALL = [pair for pair in itertools.product(OTHERS, MESHES) if pair not in FEW]
-ALL += [(case, (2, 2)) for case in FAMILIES] + [(case, (4, 1)) for case in STATES]
+ALL += [(case, (2, 2)) for case in FAMILIES]
 
 
 def shards_of(mesh) -> int | None:
@@ -117,6 +116,10 @@ def test_a_checkpoint_goes_to_devices_in_parts(eight, tmp_path, mesh):
         (dict(num_heads=24, num_kv_heads=3, intermediate_size=96), "3 KV heads"),
         (dict(intermediate_size=36), "36 MLP units"),
         (dict(vocab_size=60), "60 tokens"),
+        (
+            dict(num_experts=8, experts_per_token=2, shared_expert_size=36),
+            "36 units of the shared expert are not a multiple of 8; use model=1, 2, 4",
+        ),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused(changes, message):
