@@ -245,7 +245,7 @@ def shard_target(
     if stages > 1:
         params = target.params
         if target.layout.stages == 1:
-            pipeline_stages.check_formats(target.weights, target.config.num_layers)
+            pipeline_stages.check_formats(target.weights, target.config.num_layers, stages)
             params = pipeline_stages.stack_layers(params, stages)
         layout = Pipelined(stages, micro_batches)
         target = dataclasses.replace(target, params=params, layout=layout)

@@ -79,12 +79,16 @@ class _Rows:
         """Returns the outputs of the only layer, which has a state, and what to keep."""
         if self.live is not None:  # as in `AttendTo._attend`
             inputs = jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0), inputs)
-        out, kept = self._advance(inputs, self.cache.states[0])
+        state = jax.tree.map(self.slice, self.cache.states[0])
+        out, kept = self._advance(inputs, state, self.slice(self.positions))
         if self.live is not None:
-            out = jnp.where(self.live[..., None, None], out, 0)
+            out = jnp.where(self.slice(self.live)[..., None, None], out, 0)
         return out, kept
 
-    def _advance(self, inputs: DeltaNetInputs, state: LayerState) -> tuple[Array, Any]:
+    def _advance(
+        self, inputs: DeltaNetInputs, state: LayerState, positions: Int[Array, "B T"]
+    ) -> tuple[Array, Any]:
+        """Returns `_run_state`, given the state and the positions of these rows."""
         raise NotImplementedError
 
     def rows(self, first: Int[Array, ""], count: int) -> Self:
@@ -95,6 +99,10 @@ class _Rows:
         """Returns these rows of an array [B, ...]."""
         if self.first_row is None:
             return x
+    def slice_mask(self, mask: Bool[Array, "*B T N"]) -> Bool[Array, "*B T N"]:
+        """Returns these rows of a mask, which all rows may share."""
+        return self.slice(mask) if mask.ndim == 3 else mask
+
         return jax.lax.dynamic_slice_in_dim(x, self.first_row, self.num_rows)
 
 
@@ -123,11 +131,12 @@ class AttendTo(_Rows):
 
     KEPT_BY_SHARED: ClassVar[Any] = (None, None)
 
-    def _advance(self, inputs: DeltaNetInputs, state: LayerState) -> tuple[Array, Any]:
+    def _advance(self, inputs, state, positions) -> tuple[Array, Any]:
         if self.chain is not None:
-            out, after = state_layers.run_chain(inputs, state, self.chain)
+            out, after = state_layers.run_chain(inputs, state, self.slice(self.chain))
             return out, (after, None)
-        out, nodes = state_layers.run_tree(inputs, state, self.mask, self.positions)
+        mask = self.slice_mask(self.mask)
+        out, nodes = state_layers.run_tree(inputs, state, mask, positions)
         return out, (nodes, None)
 
     def _attend(self, q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, Any]:
@@ -165,10 +174,10 @@ class AttendLevel(_Rows):
     def of_layer(self, layer: int) -> Self:
         return dataclasses.replace(super().of_layer(layer), drafted=(self.drafted[layer],))
 
-    def _advance(self, inputs: DeltaNetInputs, state: LayerState) -> tuple[Array, Any]:
-        cache: Any = self.cache
-        at = self.nodes, self.mask, self.positions, cache.committed
-        return state_layers.run_level(inputs, state, self.drafted[0], *at)
+    def _advance(self, inputs, state, positions) -> tuple[Array, Any]:
+        drafted = jax.tree.map(self.slice, self.drafted[0])
+        mask, first = self.slice_mask(self.mask), self.slice(self.cache.committed)
+        return state_layers.run_level(inputs, state, drafted, self.nodes, mask, positions, first)
 
     def _attend(self, q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, Any]:
         k_all, v_all = jax.tree.map(self.slice, self.drafted[0])
@@ -223,7 +232,7 @@ def _attention(
       softcap, sinks: the model's, as in `DecoderConfig`.
     """
     cache, (window,) = attend.cache, attend.cache.windows
-    mask = attend.slice(mask) if mask.ndim == 3 else mask
+    mask = attend.slice_mask(mask)
     options: dict[str, Any] = {}
     slots: Any
     if isinstance(cache, PagedCache) and window is None:

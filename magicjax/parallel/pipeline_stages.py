@@ -27,14 +27,9 @@ from sharding import STAGES
 def check_layers(config: Any, stages: int) -> None:
     """Raises ValueError unless the layers divide over the stages into equal parts."""
     layers = config.num_layers
-    if stages > 1 and getattr(config, "linear_layers", None):
-        raise ValueError(
-            f"stage={stages} with gated delta nets (family {config.family!r}) is not supported: "
-            "use a mesh without stages"
-        )
     if stages > 1:
         check_independent(config, f"stage={stages}", "use a mesh without stages")
-    names = ("slides", "rotations")  # which another decoder than the package's does not have
+    names = "slides", "rotations", "linear"  # another decoder than the package's may have none
     kinds = list(zip(*(getattr(config, name, (0,) * layers) for name in names), strict=True))
 
     def alike(count: int) -> bool:
@@ -48,17 +43,18 @@ def check_layers(config: Any, stages: int) -> None:
     if layers % stages:
         raise ValueError(f"stage={stages} does not divide its {layers} layers: use {nearest}")
     raise ValueError(
-        f"stage={stages} gives stages different layers, by sliding windows or rotary positions, "
-        f"and all stages must be alike: use {nearest}"
+        f"stage={stages} gives stages different layers, by sliding windows, rotary positions "
+        f"or gated delta nets, and all stages must be alike: use {nearest}"
     )
 
 
-def check_formats(formats: models.MatrixFormats, layers: int) -> None:
-    """Raises ValueError unless the matrices of all layers have the same formats."""
-    if not formats.are_alike(layers):
+def check_formats(formats: models.MatrixFormats, layers: int, stages: int) -> None:
+    """Raises ValueError unless the matrices of all stages have the same formats."""
+    of_layer = [formats.within(f"{models.BLOCK}{layer}") for layer in range(layers)]
+    if any(of_layer[i] != of_layer[i % (layers // stages)] for i in range(layers)):
         raise ValueError(
-            f"the target's layers have matrices in several formats ({formats}), and stages need "
-            "the same in each: load the target with the mesh"
+            f"the target's layers have matrices in several formats ({formats}), and all stages "
+            "need the same: load the target with the mesh"
         )
 
 

@@ -138,7 +138,7 @@ def test_layers_in_one_format_can_be_divided(tmp_path, eight):
 def refused_on_stages(folder):
     """Returns the text after both remedies."""
     mesh = magicjax.make_mesh(stage=2, devices=jax.devices()[:2])
-    with pytest.raises(ValueError, match="stages need the same in each: load the target with the"):
+    with pytest.raises(ValueError, match="all stages need the same: load the target with the mesh"):
         greedy(magicjax.load(folder, "float32"), mesh)
     with pytest.raises(ValueError, match="pass weights='none' or 'int8'"):
         magicjax.load(folder, "float32", mesh=mesh)

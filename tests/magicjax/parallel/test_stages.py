@@ -28,7 +28,7 @@ SHAPES = (
 ALL = [
     (case, *shape)
     for case, shape in itertools.product(mesh_cases.CASES, SHAPES)
-    if not case.startswith(("family ", "states"))
+    if not case.startswith("family ")
 ]
 
 
@@ -126,7 +126,8 @@ def test_layers_that_do_not_divide(layers, count, nearest):
 
 
 def test_stages_with_different_layers_are_errors_that_name_the_nearest_numbers():
-    for pattern in ({"slides": (True, True, False) * 4}, {"rotations": (0, 0, 2) * 4}):
+    slides, linear = (True, True, False) * 4, (True, True, False) * 4
+    for pattern in ({"slides": slides}, {"rotations": (0, 0, 2) * 4}, {"linear": linear}):
         config = types.SimpleNamespace(num_layers=12, **pattern)
         pipeline_stages.check_layers(config, 4)
         with pytest.raises(ValueError, match="stage=6 gives .* must be alike: use 4$"):
