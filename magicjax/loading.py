@@ -322,10 +322,10 @@ def offload(model: Model) -> Model:
     """
     if model.offload:
         raise ValueError(f"the model {model.name!r} is offloaded already")
-    if model.weights.is_packed or not model.weights.are_alike(model.config.num_layers):
+    if model.weights.is_packed:
         raise ValueError(
-            f"the matrices of {model.name!r} ({model.weights}) are packed for the CPU kernels, or "
-            "differ between layers: load it with offload=True"
+            f"the matrices of {model.name!r} ({model.weights}) are packed for the CPU kernels: "
+            "load it with offload=True"
         )
     if any(len(leaf.sharding.device_set) > 1 for leaf in jax.tree.leaves(model.params)):
         raise ValueError(

@@ -18,7 +18,14 @@ from models.build import (
     split_blocks,
 )
 from models.chat_template import end_of_turn
-from models.decoder import Transformer, formats_of, of_layers, output_matrix
+from models.decoder import (
+    Transformer,
+    apply_block,
+    formats_of,
+    layer_kinds,
+    of_layers,
+    output_matrix,
+)
 from models.decoder_config import DecoderConfig
 from models.draft_vocab import with_draft_vocab
 from models.eagle import EagleConfig, EagleHead
@@ -73,6 +80,7 @@ __all__ = [
     "Transformer",
     "WeightFormat",
     "abstract_params",
+    "apply_block",
     "block_params",
     "blocks_in",
     "blocks_of",
@@ -90,6 +98,7 @@ __all__ = [
     "init_params",
     "is_boxed",
     "is_quantized",
+    "layer_kinds",
     "layer_module",
     "load_checkpoint",
     "load_config",

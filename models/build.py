@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from models.decoder import Transformer, layer_module, of_layers
+from models.decoder import Transformer, layer_kinds, layer_module, of_layers
 from models.decoder_config import DecoderConfig
 from models.eagle import EagleConfig, EagleHead
 from models.gated_delta import DeltaNetInputs
@@ -87,9 +87,13 @@ def init_blocks(module: nn.Module, seed: int = 0) -> Iterator[dict[str, Any]]:
 
     They have the distribution of `init_params`, but different values.
     """
-    init = jax.jit(lambda key: nn.meta.unbox(_init_block(module, key)))
+    init = jax.jit(
+        lambda key, layer: nn.meta.unbox(_init_block(module, key, layer)), static_argnums=1
+    )
+    first = {layer: kind[0] for kind in layer_kinds(module) for layer in kind}
     for layer in range(module.config.num_layers):
-        yield jax.device_get(init(jax.random.fold_in(jax.random.key(seed), layer)))
+        key = jax.random.fold_in(jax.random.key(seed), layer)
+        yield jax.device_get(init(key, first[layer]))
 
 
 def split_blocks(params: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -161,12 +165,9 @@ def abstract_params(module: nn.Module) -> dict[str, Any]:
     one_layer = of_layers(module, (0,))
     shapes = jax.eval_shape(lambda key: init_boxed(one_layer, key), jax.random.key(0))
     others, (first,) = split_blocks(shapes)
-    kinds = [layer_module(module, layer) for layer in range(module.config.num_layers)]
-    blocks = {kinds[0]: first}
-    for layer, own in enumerate(kinds):
-        if own not in blocks:
-            blocks[own] = block_params(module, layer)
-        others["params"][f"{BLOCK}{layer}"] = blocks[own]
+    for kind in layer_kinds(module):
+        block = block_params(module, kind[0]) if kind[0] else first
+        others["params"] |= {f"{BLOCK}{layer}": block for layer in kind}
     return others
 
 

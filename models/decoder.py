@@ -105,7 +105,7 @@ class Attention(nn.Module):
     shares: bool = False
 
     @nn.compact
-    def __call__(self, x, positions, attend: LayerAttend, rotation: Int[Array, ""] | int):
+    def __call__(self, x, positions, attend: LayerAttend, rotation: int):
         c = self.config
         heads = ((c.num_heads // self.split.shards, HEADS), (c.head_dim, HEAD_DIM))
         kv_heads = ((c.num_kv_heads // self.split.kv_shards, KV_HEADS), (c.head_dim, HEAD_DIM))
@@ -142,8 +142,7 @@ class Attention(nn.Module):
             v = RMSNorm(*settings, use_scale=False, name="v_norm")(v)
         if c.clip_qkv is not None:
             q, k, v = (jnp.clip(x, -c.clip_qkv, c.clip_qkv) for x in (q, k, v))
-        is_unrotated = isinstance(rotation, int) and rotation == UNROTATED
-        if isinstance(c.positions, Rope) and not is_unrotated:
+        if isinstance(c.positions, Rope) and rotation != UNROTATED:
             turn = c.frequencies(rotation)
             q = rotate_by(q, positions, *turn)
             k = k if self.shares else rotate_by(k, positions, *turn)
@@ -271,9 +270,7 @@ class Block(nn.Module):
     shares: bool = False
 
     @nn.compact
-    def __call__(
-        self, x, positions, attend: LayerAttend, rotation: Int[Array, ""] | int, own_input=None
-    ):
+    def __call__(self, x, positions, attend: LayerAttend, rotation: int, own_input=None):
         c = self.config
 
         def norm(name):
@@ -337,6 +334,14 @@ def layer_module(module: nn.Module, layer: int = 0) -> Block:
     shares = module.config.kv_sources[layer] is not None
     own = config, module.dtype, module.split, weights, module.backend, linear, shares
     return Block(*own, parent=None)
+
+
+def layer_kinds(module: nn.Module) -> list[list[int]]:
+    """Returns the layers of each kind, whose modules are equal, in order of their first layers."""
+    kinds = dict[Block, list[int]]()
+    for layer in range(module.config.num_layers):
+        kinds.setdefault(layer_module(module, layer), []).append(layer)
+    return [*kinds.values()]
 
 
 def output_matrix(module: nn.Module, params: dict[str, Any]) -> Array | Packed:

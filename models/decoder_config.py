@@ -11,8 +11,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 from models.gated_delta import DeltaNetShape
 from models.layers import LayerNorm, RMSNorm
@@ -408,21 +407,14 @@ class DecoderConfig:
         unrotated = self.unrotated_layers
         return tuple(UNROTATED if i in unrotated else kind for i, kind in enumerate(rotated))
 
-    def frequencies(self, rotation: Int[Array, ""] | int) -> tuple[Any, Any]:
+    def frequencies(self, rotation: int) -> tuple[Any, Any]:
         """Returns the radians per position and the factor on cosine and sine of a layer (`Rope`).
 
-        `rotation` is that of the layer, and may be traced. Those of `UNROTATED` change nothing.
+        `rotation` is that of the layer, which is not `UNROTATED`.
         """
-        assert self.rope is not None
-        everywhere = frequencies(self.rope, self.head_dim)
-        windowed = frequencies(self.window_positions or self.rope, self.head_dim)
-        kinds: Any = everywhere, windowed, (np.zeros_like(everywhere[0]), 1.0)
-        if isinstance(rotation, int):
-            return kinds[rotation]
-        if not self.unrotated_layers and self.window_positions is None:
-            return everywhere
-        inverse, factor = zip(*kinds, strict=True)
-        return jnp.stack(inverse)[rotation], jnp.stack(factor)[rotation]
+        rope = self.window_positions if rotation == BY_WINDOW_POSITIONS else self.rope
+        assert rope is not None
+        return frequencies(rope, self.head_dim)
 
     def _check_rotation(self, rope: Rope, name: str) -> None:
         """Raises ValueError if heads of the size in the field `name` cannot rotate by `rope`."""

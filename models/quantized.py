@@ -174,10 +174,6 @@ class MatrixFormats:
         """Whether some matrices are packed."""
         return any(text in PACKED for _, text in self.texts)
 
-    def are_alike(self, layers: int) -> bool:
-        """Returns whether all layers have the same formats, so that they can be stacked."""
-        return len({self.within(f"{BLOCK}{layer}") for layer in range(layers)}) == 1
-
     def check(self, inputs: Mapping[str, int], shards: int = 1) -> None:
         """Raises ValueError unless groups divide the inputs of every matrix.
 

@@ -1,7 +1,7 @@
-"""Arrays in host memory, and a scan that streams them to the device step by step.
+"""Arrays in host memory, which are streamed to the device step by step.
 
-Streamed arrays are stacked by step along their first axis. While a step computes, the next step's
-part is copied, so the device holds at most the parts of two steps.
+While a step computes, the next step's part is copied, so the device holds at most the parts of two
+steps.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,50 +38,32 @@ def in_host_memory(sharding: jax.sharding.Sharding | None = None) -> jax.shardin
 
 
 def stream(
-    run: Callable[[Array, Any, Any], tuple[Array, Any]],
+    run: Callable[[Array, int, Any], tuple[Array, Any]],
     carry: Array,
-    stacked: Any,
-    steps: int,
+    parts: Sequence[tuple[Any, int]],
 ) -> tuple[Array, tuple]:
     """Returns the last carry, and each step's outputs.
 
-    All steps but the last one or two run in a `scan`, two per iteration, with a traced `step`: a
-    part is copied into the buffer of the part before the previous one, without another copy. In the
-    last steps `step` is an int.
-
     Args:
-      run: one step: (carry, step, its part on the device) -> (carry, outputs), with the same
-        shapes in all steps. The new carry must depend on the whole part.
+      run: one step: (carry, step, its part on the device) -> (carry, outputs). The new carry must
+        depend on the whole part.
       carry: the first step's input, floating point.
-      stacked: arrays [steps, ...] in host memory.
-      steps: number of steps, at least 1.
+      parts: of each step, arrays [n, ...] in host memory, and which of the n it has.
     """
 
     def fetch(step, after):
         # Without this dependence XLA may fetch earlier, or once for all enclosing loops, and keep a
         # third part on the device.
-        step = step + _zero_after(after)
-        parts = jax.tree.map(
-            lambda x: jax.lax.dynamic_index_in_dim(x, step, 0, keepdims=False), stacked
+        stacked, index = parts[step]
+        index = index + _zero_after(after)
+        part = jax.tree.map(
+            lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), stacked
         )
-        return jax.device_put(parts, jax.memory.Space.Device)
+        return jax.device_put(part, jax.memory.Space.Device)
 
-    def run_two(carry_and_part, step):
-        carry, part = carry_and_part
-        next_part = fetch(step + 1, carry)  # overlaps with this step
-        carry, first = run(carry, step, part)
-        part = fetch(step + 2, carry)  # into the buffer of `part`
-        carry, second = run(carry, step + 1, next_part)
-        return (carry, part), (first, second)
-
-    pairs, outputs = (steps - 1) // 2, list[Any]()
-    part = fetch(0, carry)
-    if pairs:
-        (carry, part), of_pairs = jax.lax.scan(run_two, (carry, part), 2 * jnp.arange(pairs))
-        for i in range(pairs):
-            outputs += jax.tree.map(lambda x, i=i: x[i], of_pairs)
-    for step in range(2 * pairs, steps):
-        next_part = fetch(step + 1, carry) if step + 1 < steps else None
+    outputs, part = list[Any](), fetch(0, carry)
+    for step in range(len(parts)):
+        next_part = fetch(step + 1, carry) if step + 1 < len(parts) else None  # beside this step
         carry, of_step = run(carry, step, part)
         outputs.append(of_step)
         part = next_part

@@ -14,6 +14,7 @@ from magicjax import placement
 from magicjax.drafters import Drafter
 from magicjax.model import Model
 from magicjax.parallel import offloading
+from magicjax.parallel.layouts import Offloaded
 from sharding import STAGE, AnyMesh, array_bytes, part_bytes
 
 
@@ -98,12 +99,12 @@ def kv_bytes(
     return cache, draft_cache
 
 
-def largest(sizes: range, limit: float, needed: Callable[[int], float]) -> int:
 def state_bytes(target: Model, rows: int, mesh: AnyMesh | None = None) -> int:
     """Returns the bytes of the states of a target's rows on each device."""
     return rows * target.state_bytes // _parts(target, target, mesh, "shards")
 
 
+def largest(sizes: range, limit: float, needed: Callable[[int], float]) -> int:
     """Returns the largest of increasing sizes that needs at most `limit` bytes; 0 if none does."""
     count = bisect.bisect_right(sizes, limit, key=needed)
     return sizes[count - 1] if count else 0
@@ -137,10 +138,12 @@ def _shared_bytes(model: Model, target: Model, mesh: AnyMesh | None) -> int:
 
 def _streamed_bytes(model: Model, target: Model, mesh: AnyMesh | None) -> int:
     """Returns the bytes of two layers of an offloaded model on each device; 0 for other models."""
-    blocks = part_bytes(model.layout)
+    if not isinstance(model.layout, Offloaded):
+        return 0
+    size = offloading.two_layers(model.module, model.layout.blocks)
     if model.params is None:  # shapes of the whole blocks
-        blocks //= _parts(model, target, mesh, "shards")
-    return offloading.two_layers(blocks, model.config.num_layers)
+        size //= _parts(model, target, mesh, "shards")
+    return size
 
 
 def _parts(model: Model, target: Model, mesh: AnyMesh | None, kind: str) -> int:

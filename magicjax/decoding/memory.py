@@ -66,13 +66,8 @@ def check_workload(
         each = "" if request.settings.mesh is None else " on each device"
         fitting = remedy(limit)
         use = "use a smaller model, a smaller dtype or kv_dtype, offload, or more devices"
-        if any(request.target.linear):  # gated delta nets are not offloaded, nor divided
-            use = "use a smaller model, or a smaller dtype or kv_dtype"
         if fitting:
-            devices = "or more devices"
-            if any(request.target.linear):
-                devices = "or more devices of the axis data"
-            use = f"use {' or '.join(fitting)}, {devices}"
+            use = f"use {' or '.join(fitting)}, or more devices"
         raise OutOfMemoryError(
             f"{workload} needs {_gb(needed)} of memory{each}, and {_gb(limit)} are available "
             f"({describe(request)}): {use}"

@@ -11,13 +11,12 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 import models
 from magicjax.parallel import offloading, pipeline_stages
-from models import Attend, LayerAttend, PassResult, ShardingFn
+from models import Attend, PassResult, ShardingFn
 from sharding import STAGE, Split, host, pipeline
 
 
@@ -101,34 +100,18 @@ class Offloaded(Layout):
       blocks: the weights as `offloading.stack` returns them; `Model.params` lacks them.
     """
 
-    blocks: Any
+    blocks: tuple[Any, ...]
 
     offload = True
 
     def run(self, module, params, tokens, positions, attend, layer_inputs) -> PassResult:
-        block, layers = models.layer_module(module), module.config.num_layers
-        rotations = jnp.asarray(module.config.rotations)
-
-        def attend_any(layer):
-            if isinstance(layer, int):
-                return attend(layer)
-
-            def attention(q, k, v, softcap=None, sinks=None):
-                branches = [
-                    functools.partial(_attend, softcap, attend(i)) for i in range(layers - 1)
-                ]
-                return jax.lax.switch(layer, branches, q, k, v, sinks)
-
-            return attention
-
         def run_layer(x, layer, weights):
-            out, aux = block.apply(
-                {"params": weights}, x, positions, attend_any(layer), rotations[layer]
-            )
-            return out, (aux, x if layer_inputs else None)
+            block, rotation = models.layer_module(module, layer), module.config.rotations[layer]
+            out, aux = models.apply_block(block, weights, x, positions, attend(layer), rotation)
+            return out, (aux, x)
 
         x = module.apply(params, tokens, positions, method="embed")
-        x, outputs = host.stream(run_layer, x, self.blocks, layers)
+        x, outputs = host.stream(run_layer, x, offloading.by_layer(module, self.blocks))
         aux, inputs = zip(*outputs, strict=True)
         inputs = (*inputs, x)
         return x, aux, {layer: inputs[layer] for layer in layer_inputs}
@@ -140,11 +123,6 @@ class Offloaded(Layout):
         shapes = offloading.shapes(module, sharding_of)
         blocks = jax.tree.map(lambda x, shape: put(x, shape.sharding), self.blocks, shapes)
         return dataclasses.replace(self, blocks=blocks)
-
-
-@functools.partial(jax.jit, static_argnums=0)  # traced once for all layers
-def _attend(softcap: float | None, attend: LayerAttend, q, k, v, sinks) -> tuple[Array, Any]:
-    return attend(q, k, v, softcap=softcap, sinks=sinks)
 
 
 @struct.dataclass

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import math
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -32,24 +32,38 @@ XLA_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def shapes(module: nn.Module, sharding_of: ShardingFn | None = None) -> Any:
+def shapes(module: nn.Module, sharding_of: ShardingFn | None = None) -> tuple[Any, ...]:
     """Returns the shapes and shardings of what `stack` returns; allocates nothing.
 
     Args:
       module, sharding_of: arguments of `stack`.
     """
-    layers = module.config.num_layers
 
-    def shape(box):
-        value, names = box.value, box.names
-        sharding = host.in_host_memory(sharding_of and sharding_of((None, *names)))
-        return jax.ShapeDtypeStruct((layers, *value.shape), value.dtype, sharding=sharding)
+    def of_kind(layers):
+        def shape(box):
+            value, names = box.value, box.names
+            sharding = host.in_host_memory(sharding_of and sharding_of((None, *names)))
+            stacked = len(layers), *value.shape
+            return jax.ShapeDtypeStruct(stacked, value.dtype, sharding=sharding)
 
-    return jax.tree.map(shape, models.block_params(module), is_leaf=models.is_boxed)
+        block = models.block_params(module, layers[0])
+        return jax.tree.map(shape, block, is_leaf=models.is_boxed)
+
+    return tuple(of_kind(layers) for layers in models.layer_kinds(module))
 
 
-def stack(module: nn.Module, layers: Iterable[Any], sharding_of: ShardingFn | None = None) -> Any:
-    """Returns blocks' weights, stacked by layer, in host memory.
+def by_layer(module: nn.Module, blocks: Sequence[Any]) -> list[tuple[Any, int]]:
+    """Returns the stack of each layer, given the result of `stack`, and its index in it."""
+    places = dict[int, tuple[Any, int]]()
+    for stacked, layers in zip(blocks, models.layer_kinds(module), strict=True):
+        places |= {layer: (stacked, index) for index, layer in enumerate(layers)}
+    return [places[layer] for layer in range(len(places))]
+
+
+def stack(
+    module: nn.Module, layers: Iterable[Any], sharding_of: ShardingFn | None = None
+) -> tuple[Any, ...]:
+    """Returns blocks' weights in host memory, stacked by layer: one stack for each kind of layers.
 
     Blocks are read one by one. Peak memory is that of the result, with one byte per element of
     int4, which numpy does not pack, and of its largest array or one block.
@@ -69,13 +83,20 @@ def stack(module: nn.Module, layers: Iterable[Any], sharding_of: ShardingFn | No
     stacked = shapes(module, sharding_of)
     shape_leaves, treedef = jax.tree.flatten(stacked)
     buffers: list[Any] = [np.empty(s.shape, s.dtype) for s in shape_leaves]
-    for i, layer in enumerate(layers):
-        layer = models.quantize_block(layer, module)
-        for buffer, value in zip(buffers, jax.tree.leaves(layer), strict=True):
-            buffer[i] = value
+    _fill(jax.tree.unflatten(treedef, buffers), module, layers)
     for i, shape in enumerate(shape_leaves):  # one by one, which frees each buffer once copied
         buffers[i] = jax.device_put(buffers[i], shape.sharding)
     return jax.tree.unflatten(treedef, buffers)
+
+
+def _fill(blocks: Sequence[Any], module: nn.Module, layers: Iterable[Any]) -> None:
+    """Writes each block's parameters to host arrays as `stack` returns them."""
+    places = by_layer(module, blocks)
+    first = {layer: kind[0] for kind in models.layer_kinds(module) for layer in kind}
+    for i, (layer, (stacked, index)) in enumerate(zip(layers, places, strict=True)):
+        block = models.quantize_block(layer, module, first[i])
+        for buffer, value in zip(jax.tree.leaves(stacked), jax.tree.leaves(block), strict=True):
+            buffer[index] = value
 
 
 def check_host_memory(
@@ -118,18 +139,8 @@ def free_host_memory() -> int | None:
 
 
 def check_layers(config: Any) -> None:
-    """Raises ValueError if the layers of a model cannot be stacked and streamed."""
-    if getattr(config, "linear_layers", None):
-        raise ValueError(
-            f"offload with layers of two kinds (gated delta nets, family {config.family!r}) is not "
-            "supported: load the model without offload"
-        )
+    """Raises ValueError if the layers of a model cannot be streamed."""
     check_independent(config, "offload", "load the model without offload")
-    if getattr(config, "full_head_dim", None) or getattr(config, "full_kv_heads", None):
-        raise ValueError(
-            f"offload with layers of two shapes (heads of layers without a window, family "
-            f"{config.family!r}) is not supported: load the model without offload"
-        )
 
 
 def check_independent(config: Any, option: str, remedy: str) -> None:
@@ -170,11 +181,12 @@ def describe(
 
 def log_sizes(module: nn.Module) -> None:
     """Logs the bytes that are streamed; warns if the model would fit the device."""
-    size = _total(models.block_params(module)) * module.config.num_layers
+    blocks = shapes(module)
+    size = part_bytes(blocks)
     logger.info(
         "offload: %.2f GB of weights in host memory, %.1f MB of them on the device at a time",
         size / GB,
-        two_layers(size, module.config.num_layers) / 1e6,
+        two_layers(module, blocks) / 1e6,
     )
     limit = device_memory()
     total = _total(models.abstract_params(module))
@@ -197,9 +209,18 @@ def device_memory() -> int | None:
     return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
 
 
-def two_layers(blocks: int, layers: int) -> int:
-    """Returns the bytes of all blocks that are on the device: the current and the next layer."""
-    return min(2, layers) * blocks // layers
+def two_layers(module: nn.Module, blocks: Sequence[Any]) -> int:
+    """Returns the bytes of blocks that are on a device at a time: the current and the next layer.
+
+    Args:
+      module: the model's.
+      blocks: arrays or shapes as `stack` returns them.
+    """
+    sizes = [
+        part_bytes(stacked) // jax.tree.leaves(stacked)[0].shape[0]
+        for stacked, _ in by_layer(module, blocks)
+    ]
+    return max(map(sum, zip(sizes, [*sizes[1:], 0], strict=True)))
 
 
 def xla_options(platform: str, *arguments: Any) -> dict[str, Any]:

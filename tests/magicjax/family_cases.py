@@ -145,9 +145,8 @@ KINDS = {
 
 HYBRID = ("qwen3-next", "qwen3.5")  # have layers with states
 WITHOUT_STATES = [kind for kind in KINDS if kind not in HYBRID]
-ALIKE = [
-    kind for kind in WITHOUT_STATES if not kind.startswith("gemma-4")
-]  # have layers of one shape
+# Each layer reads only the layer before it, and its own keys and values.
+INDEPENDENT = [kind for kind in KINDS if kind != "gemma-4-shared"]
 
 
 @functools.cache

@@ -124,25 +124,6 @@ def test_opt_positions_beyond_the_table_stay_finite(random_params):
     np.testing.assert_array_equal(at[0], at[2])
 
 
-def test_layers_scan_over_stacked_parameters(module, attend_causally, random_params):
-    """Offloading streams layers through a scan, with a traced rotation."""
-    params = random_params(module)
-    tokens, positions = tokens_and_positions()
-    hidden, _, _ = module.apply(params, tokens, positions, attend_causally)
-    layers = [params["params"][f"layers_{i}"] for i in range(3)]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
-
-    def step(x, slice_):
-        rotation, layer_leaves = slice_
-        block = models.layer_module(module)
-        x, _ = block.apply({"params": layer_leaves}, x, positions, attend_causally(0), rotation)
-        return x, None
-
-    x = module.apply(params, tokens, positions, method="embed")
-    x, _ = jax.lax.scan(step, x, (jnp.asarray(module.config.rotations), stacked))
-    np.testing.assert_allclose(x, hidden, rtol=0, atol=1e-6 * np.abs(hidden).max())
-
-
 @pytest.mark.parametrize(
     "change, message",
     [

@@ -332,7 +332,8 @@ SLOW = [
     *cases([ENSEMBLE, f"small:other + {LOOKUP}"], ["chain:2"], HYBRID),
     *cases(["self:snapkv:24:refresh_every=2"], [CHAIN], PINNING, accepts=0.02),
     *cases(["self:tova:24"], [WIDE], PINNING, accepts=0.02),
-    *cases([SELF], [WIDE], family_cases.ALIKE, layout="offloaded"),
+    *cases([SELF], [WIDE], family_cases.INDEPENDENT, layout="offloaded"),
+    *cases([QUEST], [WIDE], ["gemma-2", *HYBRID], layout="offloaded"),
     # A wrong window of the draft would lower the acceptance rate.
     *cases([RING], [WIDE], RINGS, accepts=0.3),
     *cases(["full:weights=int8"], [CHAIN], RINGS, accepts=0.3),

@@ -87,8 +87,6 @@ def test_the_cost_model_counts_the_heads_of_each_layer():
 
 def test_what_needs_equal_layers_is_an_error():
     config = models.preset("gemma-4-31b")
-    with pytest.raises(ValueError, match="offload with layers of two shapes"):
-        offloading.check_layers(config)
     shared = models.preset("gemma-4-e2b")
     for check in (offloading.check_layers, lambda x: pipeline_stages.check_layers(x, 5)):
         with pytest.raises(ValueError, match="with shared_kv_layers=20 and layer_input_size=256"):

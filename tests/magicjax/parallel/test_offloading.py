@@ -16,6 +16,8 @@ import models
 from magicjax.cli import fit
 from magicjax.decoding import memory
 from magicjax.decoding.decoder import Decoder
+from magicjax.kv_cache import full_cache
+from magicjax.kv_cache.attend import AttendTo
 from magicjax.parallel import offloading
 from magicjax.parallel.layouts import Offloaded
 from magicjax.prediction.aot import aot_compile, memory_estimate
@@ -24,7 +26,7 @@ from tests.eight_devices import Eight
 from tests.magicjax import keywords, tiny
 from tests.quick import quick
 
-DEEP = tiny.config(num_layers=4)  # so that a scan has several steps
+DEEP = tiny.config(num_layers=4)
 TREE = magicjax.expansion((2, 2, 1))
 SAMPLED = dict(seed=3, temperature=0.8)
 
@@ -74,8 +76,31 @@ def test_an_offloaded_model_generates_the_text_of_the_resident_one(draft):
     )
 
 
+@jax.jit
+def hidden(target: magicjax.Model, tokens):
+    """Returns the hidden states of a prompt."""
+    triangle = jnp.tril(jnp.ones((tokens.shape[1],) * 2, bool))
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    cache = full_cache.empty(target, len(tokens), 64)
+    return target(tokens, positions, AttendTo(cache, triangle, None, positions=positions))[0]
+
+
+def test_layers_of_two_kinds_have_a_stack_each():
+    target = model(tiny.config(**tiny.HYBRID | dict(num_layers=3, linear_layers=(0, 2))))
+    streamed, tokens = magicjax.offload(target), jnp.arange(12, dtype=jnp.int32)[None] % 7
+    nets, attention = streamed.layout.blocks
+    assert [stack["mlp"]["up"]["weight"].shape[0] for stack in (nets, attention)] == [2, 1]
+    expected = np.asarray(hidden(target, tokens))
+    found = np.asarray(hidden(streamed, tokens))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    # Negative control: the layers of a kind in another order.
+    swapped = jax.tree.map(lambda x: jax.device_put(np.asarray(x)[::-1], x.sharding), nets)
+    mistaken = dataclasses.replace(streamed, layout=Offloaded((swapped, attention)))
+    assert np.abs(hidden(mistaken, tokens) - expected).max() > 1e-2 * np.abs(expected).max()
+
+
 @pytest.mark.slow
-def test_one_layer_needs_no_scan():
+def test_one_layer_is_streamed():
     shape = tiny.config(num_layers=1)
     np.testing.assert_array_equal(text(offloaded(shape)), text(model(shape)))
 
@@ -132,7 +157,9 @@ def streamed_bytes(compiled, **draft) -> int:
 @pytest.mark.parametrize("draft", quick([{}, DRAFTS["self"]]), ids=["plain", "self"])
 def test_no_more_than_two_layers_are_on_the_device(draft):
     compiled = loop(shaped(), **draft)
-    assert LAYER_BYTES < streamed_bytes(compiled, **draft) <= 2 * LAYER_BYTES
+    # Buffers of several sizes leave gaps, which are smaller than a matrix of the MLP.
+    gaps = 4 * HEAVY.hidden_size * HEAVY.intermediate_size
+    assert LAYER_BYTES < streamed_bytes(compiled, **draft) < 2 * LAYER_BYTES + gaps
     block_arrays = stacks(compiled.as_text())
     assert len(block_arrays) == 9 and all("S(5)" in found for found in block_arrays)
 
@@ -157,7 +184,9 @@ def test_a_checkpoint_is_loaded_without_its_blocks(directory):
     layers = models.split_blocks(whole.params)[1]
     for i, layer in enumerate(layers):
         jax.tree.map(
-            lambda a, b, i=i: np.testing.assert_array_equal(a[i], b), streamed.layout.blocks, layer
+            lambda a, b, i=i: np.testing.assert_array_equal(a[i], b),
+            streamed.layout.blocks[0],
+            layer,
         )
     assert (
         streamed.params.keys() == whole.params.keys()
@@ -168,7 +197,7 @@ def test_a_checkpoint_is_loaded_without_its_blocks(directory):
     }
     assert (whole.offload, streamed.offload) == (False, True)
     small = magicjax.load(directory, "float32", weights="int8", offload=True)
-    assert small.offload and small.layout.blocks["mlp"]["up"]["weight"].dtype == jnp.int8
+    assert small.offload and small.layout.blocks[0]["mlp"]["up"]["weight"].dtype == jnp.int8
 
 
 def test_a_machine_without_the_memory_is_refused_before_anything_is_loaded():
@@ -256,7 +285,7 @@ def on_mesh(data: int, model: int, kv_heads: int | str) -> list:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("data", "model"), [(1, 4), (2, 2), (4, 1)])
-@pytest.mark.parametrize("kv_heads", [4, "int4"])
+@pytest.mark.parametrize("kv_heads", [4, "int4", "qwen3.5"])
 def test_on_a_mesh_every_device_streams_its_part(data, model, kv_heads):
     process = Eight()
     found, expected = process(on_mesh, data=data, model=model, kv_heads=kv_heads)
