@@ -66,8 +66,8 @@ class PageRetrieval(TargetDrafter):
 
     Source: Quest (arXiv 2406.10774), which chooses for every token, reads no other pages, and keeps
     the first two layers dense. Here the root's choice serves the whole round, as in TriForce (arXiv
-    2404.11912), and every layer has the same budget. Layers with a sliding window are read as they
-    are.
+    2404.11912), and every layer has the same budget. Layers with a sliding window or a state are
+    read as they are.
 
     Attributes:
       budget: slots that a draft step reads for each layer and KV head, rounded down to pages.
@@ -127,12 +127,6 @@ class PageRetrieval(TargetDrafter):
     def check(self, target: Model, tree: Tree, depth: int, context: int) -> None:
         """Raises ValueError if no page can be chosen, or the target cannot draft `tree`."""
         super().check(target, tree, depth, context)
-        if any(target.linear):
-            raise ValueError(
-                f"PageRetrieval (quest) does not support the layers with states (gated delta nets) "
-                f"of the target's family {target.config.family!r}: use self:streaming, full, "
-                "prompt-lookup or small:PATH"
-            )
         if any(source is not None for source in target.kv_sources):
             raise ValueError(
                 f"PageRetrieval (quest) does not support layers that read the keys of others "
@@ -140,16 +134,10 @@ class PageRetrieval(TargetDrafter):
                 "self:streaming, full, prompt-lookup or small:PATH"
             )
         check_context(target, self.budget)
-        windows = self.part_of(target).windows
-        if target.offload and any(windows):
+        if not any(self.part_of(target).pinnable):
             raise ValueError(
-                "page retrieval by an offloaded target with sliding windows is not supported: use "
-                "another drafter, or load the target without offload"
-            )
-        if all(windows):
-            raise ValueError(
-                "every layer of the target that drafts has a sliding window, and such layers are "
-                "read as they are: use self:streaming, or another drafter"
+                "every layer of the target that drafts has a sliding window or a state, and such "
+                "layers are read as they are: use self:streaming, or another drafter"
             )
         if self.chosen_pages < 1:
             size, newest = self.page_size, self.newest_pages
@@ -162,8 +150,7 @@ class PageRetrieval(TargetDrafter):
     def cache_bytes(self, target: Model, batch: int, capacity: int) -> int:
         """Returns the bytes of the bounds, two vectors for each page and KV head."""
         part = self.part_of(target)
-        layers = [layer for layer, window in enumerate(part.windows) if window is None]
-        page = sum(part.slot_bytes(layer) for layer in layers)
+        page = sum(part.slot_bytes(layer) for layer, paged in enumerate(part.pinnable) if paged)
         return batch * (capacity // self.page_size) * page
 
     def prefill(
@@ -171,7 +158,7 @@ class PageRetrieval(TargetDrafter):
     ) -> PageRetrievalState:
         cache = layer_skipping.of_cache(cache, self.layer_indices)
         bounds = bounds_of(cache, self.page_size, target.dtype)
-        pages_of_cache = max(low.shape[2] for low in bounds.low)
+        pages_of_cache = max(low.shape[2] for low in bounds.low if low is not None)
         others = pages_of_cache - 1 - self.newest_pages
         pages = in_order(cache, min(self.chosen_pages, max(1, others)))
         return PageRetrievalState(bounds, pages, jnp.zeros_like(cache.lengths))

@@ -48,12 +48,10 @@ class _Rows:
     KEPT_BY_SHARED: ClassVar[Any] = None  # by a layer that reads the slots of another one
 
     def __call__(self, layer: int) -> LayerAttend:
-        sources = () if isinstance(self.cache, PagedCache) else self.cache.sources
+        sources, states = self.cache.sources, self.cache.states
         if sources and sources[layer] is not None:
             return Partial(type(self)._attend_shared, self.of_layer(sources[layer]))
-        own = self.of_layer(layer)
-        has_state = not isinstance(self.cache, PagedCache) and bool(self.cache.states)
-        has_state = has_state and self.cache.states[layer] is not None
+        own, has_state = self.of_layer(layer), bool(states) and states[layer] is not None
         return Partial(type(self)._run_state if has_state else type(self)._attend_rounded, own)
 
     def of_layer(self, layer: int) -> Self:
@@ -99,11 +97,11 @@ class _Rows:
         """Returns these rows of an array [B, ...]."""
         if self.first_row is None:
             return x
+        return jax.lax.dynamic_slice_in_dim(x, self.first_row, self.num_rows)
+
     def slice_mask(self, mask: Bool[Array, "*B T N"]) -> Bool[Array, "*B T N"]:
         """Returns these rows of a mask, which all rows may share."""
         return self.slice(mask) if mask.ndim == 3 else mask
-
-        return jax.lax.dynamic_slice_in_dim(x, self.first_row, self.num_rows)
 
 
 @struct.dataclass
@@ -192,7 +190,7 @@ class ChoosePages(_Rows):
     """An `attend` for the root alone, whose queries choose the pages that it and its draft read.
 
     It keeps ((k, v), pages) for each layer: the root's keys and values [B, 1, K, D], and the pages
-    [B, K, C].
+    [B, K, C]. Of a layer with a state it keeps (`StateNodes`, None).
 
     Attributes:
       cache: the committed prefix, with the pages of the previous round.
@@ -201,6 +199,10 @@ class ChoosePages(_Rows):
 
     cache: PagedCache
     backend: str | None = struct.field(pytree_node=False)
+
+    def _advance(self, inputs, state, positions) -> tuple[Array, Any]:
+        out, nodes = state_layers.run_tree(inputs, state, jnp.ones((1, 1), bool), positions)
+        return out, (dataclasses.replace(nodes, positions=positions), None)
 
     def _attend(self, q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, Any]:
         pages, (window,) = self.slice(self.cache.chosen[0]), self.cache.windows

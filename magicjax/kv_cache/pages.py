@@ -1,6 +1,7 @@
 """Pages of the target's cache that a draft reads, chosen by the draft's own queries.
 
-Layers with a sliding window are read as they are: they have no pages (P = 0) and choose none.
+Layers with a sliding window are read as they are: they have no pages (P = 0) and choose none. So
+are layers without slots, which have None in place of bounds and pages.
 
 Page i is the slots i * page_size to (i + 1) * page_size - 1. A draft reads M pages for each layer,
 row and KV head: the first one, the newest ones, and those between that may hold the keys with the
@@ -25,10 +26,11 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from magicjax.kv_cache.full_cache import KVCache, Layers, Slots, elements, select
+from magicjax.kv_cache.state_layers import LayerState
 from sharding import KV_HEADS, LAYER_BATCH, Split, collectives, logical_axes
 
-Pages = tuple[Int[Array, "B K C"], ...]
-Bounds = tuple[Float[Array, "B K P D"], ...]
+Pages = tuple[Any, ...]  # int32 [B, K, C] of each layer, or None
+Bounds = tuple[Any, ...]  # [B, K, P, D] of each layer, or None
 
 
 @struct.dataclass
@@ -37,7 +39,7 @@ class PageBounds:
 
     Attributes:
       low, high: one array [B, K, P, D] per layer, in the model's dtype; inf and -inf in pages
-        without tokens.
+        without tokens. None for a layer without slots.
       split: static; the model's division over devices.
     """
 
@@ -51,8 +53,12 @@ def bounds_of(cache: KVCache, page_size: int, dtype: Any) -> PageBounds:
 
     `dtype` is the model's.
     """
-    layers = [(elements(k, dtype), w) for k, w in zip(cache.k, cache.windows, strict=True)]
-    bounds = [_bounds_of(k, cache.lengths, page_size, bool(window)) for k, window in layers]
+    bounds = [
+        (None, None)
+        if k is None
+        else _bounds_of(elements(k, dtype), cache.lengths, page_size, bool(window))
+        for k, window in zip(cache.k, cache.windows, strict=True)
+    ]
     low, high = zip(*bounds, strict=True)
     return PageBounds(low, high, cache.split)
 
@@ -79,24 +85,28 @@ def update_bounds(
 
     Args:
       bounds: before the round.
-      kv: per layer the pair k, v [B, N, K, D] of the nodes.
+      kv: per layer the pair k, v [B, N, K, D] of the nodes, or the `StateNodes`.
       path: the committed nodes first.
       count: int32 [B], the number of committed nodes.
       cache: after the round.
     """
-    layer = cache.windows.index(None)  # all layers without a window have the same pages
+    layer = next(i for i, low in enumerate(bounds.low) if _has_pages(low))  # all have as many
     num_pages = bounds.low[layer].shape[2]
     page_size = cache.k[layer].shape[2] // num_pages
     steps = jnp.arange(path.shape[1])
     position = (cache.lengths - count)[:, None] + steps
     page = jnp.where(steps < count[:, None], position // page_size, num_pages)  # dropped
-    layers = zip(bounds.low, bounds.high, kv, cache.windows, strict=True)
     updated = [
-        (low, high) if window else _update_bounds(low, high, k, path, page)
-        for low, high, (k, _), window in layers
+        _update_bounds(low, high, new[0], path, page) if _has_pages(low) else (low, high)
+        for low, high, new in zip(bounds.low, bounds.high, kv, strict=True)
     ]
     low, high = zip(*updated, strict=True)
     return dataclasses.replace(bounds, low=low, high=high)
+
+
+def _has_pages(low: Array | None) -> bool:
+    """Returns whether a layer has pages, given its bounds: it has slots, and no sliding window."""
+    return low is not None and low.shape[2] > 0
 
 
 @jax.jit  # traced once for all layers
@@ -112,6 +122,8 @@ def in_order(cache: KVCache, count: int) -> Pages:
     pages = 1 + jnp.arange(count, dtype=jnp.int32)
 
     def of_layer(k, window):
+        if k is None:
+            return None
         chosen = pages if window is None else pages[:0]
         return jnp.broadcast_to(chosen, (*k.shape[:2], len(chosen)))
 
@@ -125,7 +137,7 @@ class PagedCache:
     Attributes:
       full: the cache.
       bounds: bounds of the keys of all its pages.
-      chosen: int32 [B, K, C] per layer, the pages between, as last chosen.
+      chosen: int32 [B, K, C] per layer, the pages between, as last chosen; None without slots.
       due: bool [B], the rows that choose in this round; None: all.
       newest: static; how many pages of the newest tokens are read.
       page_size: static.
@@ -149,6 +161,19 @@ class PagedCache:
     @property
     def windows(self) -> tuple[int | None, ...]:
         return self.full.windows
+
+    @property
+    def states(self) -> tuple[LayerState | None, ...]:
+        return self.full.states
+
+    @property
+    def sources(self) -> tuple[int | None, ...]:
+        return self.full.sources
+
+    @property
+    def committed(self) -> Int[Array, "B"]:
+        """The number of committed tokens of each row."""
+        return self.full.committed
 
     def of_layers(self, layers: Sequence[int]) -> "PagedCache":
         """Returns the cache with these layers only, whose arrays it shares."""

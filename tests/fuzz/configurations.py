@@ -127,7 +127,7 @@ def configuration(seed: int, number: int) -> Configuration:
         mesh_size=(1, 2) if number % MESHES == MESHES - 1 else None,
     )
     if made.mesh_size:  # the heads of other shapes cannot be divided
-        made = dataclasses.replace(made, shape=int(rng.choice([0, 2, 3])))
+        made = dataclasses.replace(made, shape=int(rng.choice([0, 2, 3, 7])))
         if is_engine and rng.random() < 0.5:
             made = dataclasses.replace(made, mesh_size=(2, 1), rows=2 * int(rng.integers(1, 4)))
     drafter, _ = made.drafting(0)
@@ -235,7 +235,7 @@ def _member(
             layers = "0,1"  # drafts of windowed layers or states alone pin nothing
         if rng.random() < 0.1:
             return magicjax.FullCacheSpeculation(draw=draw, weights=copy, layers=layers)
-        if rng.random() < 0.1 and not (hybrid or shares):
+        if rng.random() < 0.1 and not shares:
             return dataclasses.replace(_page_retrieval(rng, draw), layers=layers)
         policy, budget = _policy(rng, depth + 1)
         refresh = int(rng.integers(1, 5)) if rng.random() < 0.5 else None

@@ -255,6 +255,7 @@ HYBRID, WITHOUT_STATES = family_cases.HYBRID, family_cases.WITHOUT_STATES
 MTP = "mtp:mtp_head:12:sinks=2"
 RING, REFRESHED = "self:streaming:64", "self:snapkv:64:refresh_every=3"
 ENSEMBLE, CASCADE = f"small:other + {NEAR}", f"{NEAR} -> {SELF}"
+ALL_PAGES = "quest:64:page_size=4"
 QUEST, LAYERS, COPY = "quest:12:page_size=4", f"{SELF}:layers=1", "full:weights=int4:8"
 MOVING_SINKS = f"{NEAR}:streaming:19:sinks=3:sink_positions=in_cache"
 
@@ -327,8 +328,9 @@ SLOW = [
     *cases(["self:h2o:24:refresh_every=2", f"{SELF}:layers=0-1"], [WIDE], HYBRID),
     *cases([REFRESHED], [CHAIN], HYBRID, layout="stream"),
     # The budget holds the texts, and a draft continues the target's states.
-    *cases(["full", "self:streaming:64"], [CHAIN], HYBRID, accepts=0.99),
-    *cases(["full", "self:streaming:64"], [DYNAMIC], HYBRID, accepts=0.9),
+    *cases(["full", "self:streaming:64", ALL_PAGES], [CHAIN], HYBRID, accepts=0.99),
+    *cases(["full", "self:streaming:64", ALL_PAGES], [DYNAMIC], HYBRID, accepts=0.9),
+    *cases([f"{QUEST}:refresh_every=2", f"{QUEST}:layers=0-1"], [WIDE], HYBRID),
     *cases([ENSEMBLE, f"small:other + {LOOKUP}"], ["chain:2"], HYBRID),
     *cases(["self:snapkv:24:refresh_every=2"], [CHAIN], PINNING, accepts=0.02),
     *cases(["self:tova:24"], [WIDE], PINNING, accepts=0.02),

@@ -117,12 +117,6 @@ def test_options_that_windows_rule_out_are_errors():
             keywords.generate(windowed, text, **OPTIONS, drafter=drafter)
 
 
-def test_page_retrieval_by_an_offloaded_model_is_an_error():
-    with pytest.raises(ValueError, match="page retrieval by an offloaded target with sliding"):
-        drafter = magicjax.PageRetrieval(64, page_size=4)
-        keywords.generate(magicjax.offload(model()), [[1, 2]], **OPTIONS, drafter=drafter)
-
-
 def test_a_tree_deeper_than_the_ring_of_a_draft_is_an_error():
     options = OPTIONS | dict(drafter=magicjax.SelfSpeculation(budget=200), tree=magicjax.chain(64))
     with pytest.raises(ValueError, match="have a ring of 64 slots in a draft cache, and it needs"):

@@ -259,6 +259,7 @@ def test_a_small_models_own_cache_follows_the_text_round_by_round(kind, tree):
         [
             *[("hybrid near", "irregular"), ("hybrid near", "dynamic")],
             *[("prompt-lookup", "branches"), ("self", "2,2,1"), ("cascade", "chain4")],
+            ("quest", "irregular"),
         ],
         ("hybrid near", "irregular"),
     ),
