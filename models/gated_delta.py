@@ -22,6 +22,7 @@ from jaxtyping import Array, Float
 from models.layers import LayerAttend, RMSNorm
 from models.linear import Projection, project
 from models.quantized import MatrixFormats
+from pallas_kernels.cpu.packed import FORMATS
 from sharding import EMBED, HEADS, Split, collectives
 
 EPS = 1e-6  # of the length to which q and k are divided
@@ -75,6 +76,15 @@ class DeltaNetShape:
         """Returns the shapes on one of `shards` devices, which divide the heads."""
         key_heads, value_heads = self.key_heads // shards, self.value_heads // shards
         return dataclasses.replace(self, key_heads=key_heads, value_heads=value_heads)
+
+    def has_tiles(self, form: Any) -> bool:
+        """Whether an output matrix of a format has its inputs in the order of GGUF files.
+
+        There value head j of key head i is in place j * Hk + i. Packed units of 256 inputs have
+        several heads, so that the matrix cannot be reordered: its inputs are.
+        """
+        is_k = isinstance(form, str) and FORMATS[form].is_k
+        return is_k and self.value_dim % FORMATS[form].inputs != 0
 
     def state_bytes(self, itemsize: int) -> int:
         """Returns the bytes of a row's state in one layer, given those of an activation."""
@@ -158,6 +168,9 @@ class GatedDeltaNet(nn.Module):
         norm = RMSNorm(s.value_dim, c.norm_eps, self.dtype, None, self.backend, name="norm")
         gate = nn.silu(z.astype(wide))
         out = (norm(out.astype(self.dtype)) * gate).astype(self.dtype)
+        if s.has_tiles(self.weights.of("out")):
+            tiles = out.reshape(*out.shape[:2], s.key_heads, -1, s.value_dim).swapaxes(2, 3)
+            out = tiles.reshape(out.shape)
         return projection(value_heads, embed, "out", axis_names=self.split.axes)(out), aux
 
     def _kernel(self) -> Float[Array, "C W"]:

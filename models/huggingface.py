@@ -301,8 +301,12 @@ def load_config(path: str | os.PathLike, *, mtp: bool = False) -> DecoderConfig:
 
 
 def _names_in(path: pathlib.Path) -> Collection[str]:
-    """Returns the names of all tensors, none without files."""
-    return (GGUF_INDEX,) if (path / GGUF_INDEX).is_file() else _tensors_in(path)
+    """Returns the names of all tensors, none without files; of a GGUF file only those of a head."""
+    if not (path / GGUF_INDEX).is_file():
+        return _tensors_in(path)
+    from models.gguf import files as gguf_files
+
+    return gguf_files.head_names(path) or (GGUF_INDEX,)
 
 
 def _refuse_adapter(path: pathlib.Path) -> None:

@@ -16,7 +16,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import flax.traverse_util
@@ -26,15 +26,18 @@ from tokenizers import Tokenizer
 
 from models.build import abstract_params, build
 from models.decoder_config import DecoderConfig
+from models.eagle_checkpoints import tensors_of
 from models.families import FAMILIES
-from models.gguf.blocks import KINDS, Type
-from models.gguf.tensors import Experts, FileTensor, Weight
+from models.gguf.blocks import Type
+from models.gguf.tensors import Experts, FileTensor, Tiles, Weight
 from models.gguf.tokenizer import Type as TokenType
 from models.gguf.tokenizer import read_tokenizer, unsupported
 from models.hf_config import read_config
 from models.hf_config_parts import FULL, SLIDING
 from models.hf_config_writing import write_config
-from models.hf_tensors import GGUF_INDEX, Fused, Tensor, check_not_pointer, mismatch, tensors_of
+from models.hf_tensors import GGUF_INDEX, Fused, Tensor, check_not_pointer, mismatch
+from models.mtp import MtpConfig
+from models.mtp_checkpoints import PREFIX as MTP
 from models.positions import Rope, frequencies
 from models.quantized import MatrixFormats, check_fits
 from pallas_kernels.cpu.packed import OUTPUTS
@@ -49,9 +52,14 @@ ARCHITECTURES = {
     **{name: name for name in ("smollm3", "olmo2", "granite")},
     "starcoder": "gpt_bigcode",
     "starcoder2": "starcoder2",
+    "qwen3next": "qwen3_next",
+    "qwen35": "qwen3_5_text",
+    "qwen35moe": "qwen3_5_moe_text",
 }
 MIXTRAL = "mixtral"  # the family of a "llama" with experts
 PERMUTED = ("llama", MIXTRAL, "smollm3", "granite")  # families whose q and k llama.cpp permutes
+# Families whose value heads of gated delta nets llama.cpp reorders.
+TILED = ("qwen3_5_text", "qwen3_5_moe_text")
 # Layers of Gemma's largest models, whose queries have another scale.
 LARGEST_GEMMA = {"gemma2": 46, "gemma3_text": 62}
 # Settings of which one value is supported.
@@ -68,6 +76,15 @@ ENDS = ("eos", "eot", "eom")  # end of text, turn and message
 END_TOKENS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|return|>", "<|call|>")
 ROPE_FREQS = "rope_freqs.weight"
 PATTERN = "attention.sliding_window_pattern"
+SECTIONS = "rope.dimension_sections"
+# The first tensor of a head for multi-token prediction, in a block of its own after the model's.
+HEAD = re.compile(r"blk\.(\d+)\.nextn\.eh_proj\.weight")
+HEAD_NAMES = {
+    "fc": "eh_proj",
+    "pre_fc_norm_embedding": "enorm",
+    "pre_fc_norm_hidden": "hnorm",
+    "norm": "shared_head_norm",
+}
 EXPERT = re.compile(r"experts\.\d+\.")  # in the name of a tensor of Hugging Face
 
 
@@ -197,8 +214,13 @@ def _config(
         raise ValueError("token_embd.weight is missing: the file holds no language model")
     hidden, heads = need("embedding_length"), need("attention.head_count")
     head_dim = settings.pop("attention.key_length", hidden // heads)
-    for name in ("attention.value_length", "rope.dimension_count"):
-        if (size := settings.pop(name, head_dim)) != head_dim:
+    family, kv_heads = ARCHITECTURES[architecture], settings.pop("attention.head_count_kv", heads)
+    rotated = settings.pop("rope.dimension_count", head_dim)
+    sizes = {"attention.value_length": settings.pop("attention.value_length", head_dim)}
+    if "partial_rotary_factor" not in FAMILIES[family].defaults:
+        sizes["rope.dimension_count"] = rotated
+    for name, size in sizes.items():
+        if size != head_dim:
             raise ValueError(f"{prefix}{name}={size} is not supported: it must be {head_dim}")
     if "rope_factors_short.weight" in tensors:
         raise ValueError(
@@ -207,35 +229,42 @@ def _config(
         )
     settings.pop("vocab_size", None)  # the embedding has as many rows
     rms = f"{prefix}attention.layer_norm_rms_epsilon" in metadata
-    family, kv_heads = ARCHITECTURES[architecture], settings.pop("attention.head_count_kv", heads)
     experts, per_token = (settings.pop(f"expert_{n}count", 0) for n in ("", "used_"))
     if experts and family == "llama":
         family = MIXTRAL
-    if bool(experts) != (family in (MIXTRAL, "qwen3_moe", "gpt_oss")):
+    if bool(experts) != ("num_experts" in FAMILIES[family].keys.values()):
         raise ValueError(f"{prefix}expert_count={experts} is not supported for {architecture}")
+    own_size = "expert_" if experts and family != MIXTRAL else ""
+    if own_size:
+        settings.pop("feed_forward_length", None)  # of layers without experts
+    heads_of_mtp = settings.pop("nextn_predict_layers", 0)
+    if heads_of_mtp > 1:
+        raise ValueError(f"{prefix}nextn_predict_layers={heads_of_mtp} is not supported: at most 1")
     fields = {
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "hidden_size": hidden,
-        "intermediate_size": need("feed_forward_length"),
+        "intermediate_size": need(f"{own_size}feed_forward_length"),
         "num_experts": experts,
         "experts_per_token": per_token,
-        "num_layers": need("block_count"),
+        "num_layers": need("block_count") - heads_of_mtp,
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
         "max_positions": need("context_length"),
         "norm_eps": need(f"attention.layer_norm_{'rms_' if rms else ''}epsilon"),
         "tie_embeddings": "output.weight" not in tensors,
-        "out_bias": "blk.0.attn_q.bias" in tensors,
+        "out_bias": any(name.endswith("attn_q.bias") for name in tensors),
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
     }
-    if family in ("qwen3_moe", "gpt_oss"):
-        fields["intermediate_size"] = need("expert_feed_forward_length")
     raw = {"model_type": family} | _of_family(family, fields, settings, tensors)
+    if "delta_net" in FAMILIES[family].parts:
+        raw |= _of_delta_net(family, rotated, settings, need)
     if {"rope", "rope_or_alibi", "two_ropes"} & set(FAMILIES[family].parts):
         raw["rope_parameters"] = _rope(settings, need, tensors.get(ROPE_FREQS), head_dim)
         if family == "gpt_oss" and raw["rope_parameters"]["rope_type"] == "yarn":
             raw["rope_parameters"]["truncate"] = False
+        if "partial_rotary_factor" in FAMILIES[family].defaults:
+            raw["rope_parameters"]["partial_rotary_factor"] = rotated / head_dim
     for name, value in settings.items():
         if name not in HARMLESS and (name not in FIXED or value != FIXED[name]):
             remedy = f"it must be {FIXED[name]}" if name in FIXED else "it is not known"
@@ -280,7 +309,7 @@ def _of_family(
             f"olmo2.attention.sliding_window={window} (OLMo 3) is not supported: load the model's "
             "Hugging Face directory"
         )
-    if family == "qwen3_moe":  # of which llama.cpp normalizes the weights
+    if family in ("qwen3_moe", "qwen3_next"):  # of which llama.cpp normalizes the weights
         raw["norm_topk_prob"] = True
     if family == "gpt_bigcode":
         raw["multi_query"] = kv_heads == 1
@@ -325,12 +354,40 @@ def _of_granite(fields: Mapping[str, Any], settings: dict[str, Any]) -> dict[str
     return {"attention_multiplier": scale, **multipliers}
 
 
+def _of_delta_net(
+    family: str, rotated: int, settings: dict[str, Any], need: Callable[[str], Any]
+) -> dict[str, Any]:
+    """Returns the sizes of gated delta nets and of the shared expert, and the layers of each kind.
+
+    Sections of the rotation are of positions in images, of which those of a text are equal.
+    """
+    sections = settings.pop(SECTIONS, None)
+    if sections and any(i >= 3 * sections[i % 3] for i in range(rotated // 2)):
+        raise ValueError(
+            f"{SECTIONS}={sections} is not supported: the first three must have all {rotated // 2} "
+            "pairs of rotated elements"
+        )
+    heads = need("ssm.time_step_rank")
+    raw = {
+        "full_attention_interval": settings.pop("full_attention_interval", 4),
+        "linear_conv_kernel_dim": need("ssm.conv_kernel"),
+        "linear_key_head_dim": need("ssm.state_size"),
+        "linear_num_key_heads": need("ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_value_head_dim": need("ssm.inner_size") // heads,
+    }
+    if "shared_expert_intermediate_size" in FAMILIES[family].keys:
+        size = need("expert_shared_feed_forward_length")
+        raw["shared_expert_intermediate_size"] = size
+    return raw
+
+
 def _of_all_layers(name: str, value: Any) -> Any:
     """Returns the value of a setting, which a file may repeat for each layer.
 
-    Raises ValueError for one that differs between layers, except the one of sliding windows.
+    Raises ValueError for one that differs between layers, except those with other lists.
     """
-    if not isinstance(value, list) or name.endswith(PATTERN):
+    if not isinstance(value, list) or name.endswith((PATTERN, SECTIONS)):
         return value
     if len(set(value)) != 1:
         raise ValueError(f"{name}={value} is not supported: it must be the same for all layers")
@@ -394,14 +451,17 @@ def _weights(
     config: DecoderConfig, tensors: Mapping[str, FileTensor]
 ) -> dict[str, Weight | Experts]:
     """Returns the tensors of a config; raises ValueError with all mismatches."""
-    names = gguf.get_tensor_name_map(_arch(config.family), config.num_layers)
+    of_head = isinstance(config, MtpConfig)
+    head = next((int(match[1]) for match in map(HEAD.fullmatch, tensors) if match), None)
+    blocks = config.num_layers if head is None else head + 1
+    names = gguf.get_tensor_name_map(_arch(config.family), blocks)
     shapes = flax.traverse_util.flatten_dict(abstract_params(build(config))["params"])
     weights: dict[str, Weight | Experts] = {}
     problems, used = list[str](), {ROPE_FREQS}
     for tensor in tensors_of(config):
         if tensor.name in weights:  # of several parameters
             continue
-        sources = _names(tensor, names)
+        sources = _names(tensor, names, tensors, head)
         used.update(sources)
         if missing := [name for name in sources if name not in tensors]:
             problems += [f"missing {name}" for name in missing]
@@ -412,25 +472,53 @@ def _weights(
             expected = parameter
         if tensor.expert is not None:
             expected = (parameter[0], *expected)
-        for name in sources:
-            if (stored_shape := tensors[name].shape) != expected:
-                problems.append(f"{name} has shape {stored_shape}, expected {expected}")
+        stored = tuple(tensors[name] for name in sources)
+        for parts in [stored] if tensor.experts is None else zip(stored):
+            found = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+            if _without_ones(found) != _without_ones(expected):
+                name = " and ".join(part.name for part in parts)
+                problems.append(f"{name} has shape {found}, expected {expected}")
         if tensor.experts is None:
-            weights[tensor.name] = _weight(config, tensor, shape, tensors[sources[0]])
+            weights[tensor.name] = _weight(config, tensor, shape, *stored)
         else:
-            weights[tensor.name] = Experts(shape, tuple(tensors[name] for name in sources))
-    problems += [f"unexpected {name}" for name in tensors if name not in used]
+            weights[tensor.name] = Experts(shape, stored)
+    own = (name for name in tensors if name.startswith(f"blk.{head}.") == of_head)
+    problems += [f"unexpected {name}" for name in own if name not in used]
     if problems:
         raise mismatch("tensors", "the metadata", problems)
     return {name: _quantized(weight) for name, weight in weights.items()}
 
 
-def _names(tensor: Tensor, names: gguf.TensorNameMap) -> list[str]:
-    """Returns the names of the tensors of a file that a tensor of Hugging Face format has."""
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns a shape without axes of size 1, of which llama.cpp drops some."""
+    return tuple(size for size in shape if size != 1)
+
+
+def _names(
+    tensor: Tensor,
+    names: gguf.TensorNameMap,
+    tensors: Collection[str],
+    head: int | None,
+) -> list[str]:
+    """Returns the names of the tensors of a file that a tensor of Hugging Face format has.
+
+    Args:
+      tensor: in Hugging Face format.
+      names: llama.cpp's map.
+      tensors: the names in the file.
+      head: the block of the head for multi-token prediction; None: there is none.
+    """
+    part, _, suffix = tensor.name.removeprefix(MTP).rpartition(".")
+    if tensor.name.startswith(MTP) and part in HEAD_NAMES:
+        return [f"blk.{head}.nextn.{HEAD_NAMES[part]}.{suffix}"]
     if tensor.experts is None:
-        name = EXPERT.sub("experts.", tensor.name)
-        suffix = "" if name.endswith((".weight", ".bias")) else ".weight"
-        return [f"{names.get_name(name, ('.weight', '.bias'))}{suffix}"]
+        name = tensor.name.replace(f"{MTP}layers.0.", f"model.layers.{head}.")
+        name = EXPERT.sub("experts.", name).replace(".dt_bias", ".dt_proj.bias")
+        suffix = "" if name.endswith((".weight", ".bias", ".A_log")) else ".weight"
+        found = f"{names.get_name(name, ('.weight', '.bias'))}{suffix}"
+        if ".ssm_in." in found and found not in tensors:  # in newer files two, without groups
+            return [found.replace("ssm_in", name) for name in ("attn_qkv", "attn_gate")]
+        return [found]
     stem = tensor.name.removesuffix("_bias")
     parts = [stem.replace("gate_up", x) for x in ("gate", "up")] if "gate_up" in stem else [stem]
     suffix = "weight" if stem == tensor.name else "bias"
@@ -438,15 +526,20 @@ def _names(tensor: Tensor, names: gguf.TensorNameMap) -> list[str]:
 
 
 def _weight(
-    config: DecoderConfig, tensor: Tensor, shape: tuple[int, ...], stored: FileTensor
+    config: DecoderConfig,
+    tensor: Tensor,
+    shape: tuple[int, ...],
+    stored: FileTensor,
+    after: FileTensor | None = None,
 ) -> Weight:
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
     group = None
-    if isinstance(tensor.fused, Fused) and config.family == "falcon":
+    if isinstance(tensor.fused, Fused) and (config.family == "falcon" or after is not None):
         group = tensor.fused.groups, tensor.fused.sizes
     is_permuted = config.family in PERMUTED
     permuted = heads.get(tensor.name.split(".")[-2], 0) if is_permuted else 0
-    is_shifted = config.family in LARGEST_GEMMA and tensor.name.endswith("norm.weight")
+    is_norm = tensor.path[-1] == "scale" and "delta_net" not in tensor.path
+    is_shifted = config.norm == "rms_plus_one" and is_norm
     return Weight(
         shape,
         stored,
@@ -455,13 +548,30 @@ def _weight(
         tensor.transposed,
         tensor.expert,
         added=1.0 if is_shifted else 0.0,
+        is_log=tensor.path[-1] == "log_rate",
+        after=after,
+        tiles=_tiles(config, tensor),
     )
+
+
+def _tiles(config: DecoderConfig, tensor: Tensor) -> Tiles | None:
+    """Returns the order of the value heads in a tensor; None: as in Hugging Face format."""
+    shape = config.delta_net
+    if config.family not in TILED or shape is None or "delta_net" not in tensor.path:
+        return None
+    part = tensor.path[2]
+    if part == "norm" or shape.key_heads == shape.value_heads:
+        return None
+    if part == "out":
+        return Tiles(shape, axis=1)
+    has_keys = part in ("q", "k", "v", "conv")
+    return Tiles(shape, first=2 * shape.key_heads * shape.key_dim if has_keys else 0)
 
 
 def _quantized(weight: Weight | Experts) -> Weight | Experts:
     """Returns a tensor that stays quantized if its type can."""
     if isinstance(weight, Weight):
-        return weight._replace(kind=KINDS.get(weight.stored.tensor_type))
+        return weight._replace(kind=weight.whole_kind)
     types = {source.tensor_type for source in weight.sources}
     return weight._replace(is_mxfp4=types == {Type.MXFP4})
 
@@ -526,6 +636,15 @@ def weights_of(path: pathlib.Path, config: DecoderConfig) -> dict[str, Weight | 
     if _identity(file) != index["identity"]:
         raise ValueError(f"{file} has changed since {path} was written: pass the GGUF file's path")
     return _indexed_weights(str(file), text, config)
+
+
+def head_names(path: pathlib.Path) -> list[str]:
+    """Returns names of a head for multi-token prediction, none if the GGUF file has none.
+
+    They are in Hugging Face format, of a directory of `write_directory`.
+    """
+    index = json.loads((path / GGUF_INDEX).read_text(encoding="utf-8"))
+    return [f"{MTP}{name}" for name, *_ in index["tensors"] if HEAD.fullmatch(name)]
 
 
 def _identity(file: pathlib.Path) -> list[int]:

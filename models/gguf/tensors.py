@@ -12,10 +12,11 @@ from typing import NamedTuple
 import gguf
 import numpy as np
 
-from models.gguf.blocks import Kind, mxfp4
+from models.gated_delta import DeltaNetShape
+from models.gguf.blocks import KINDS, Kind, mxfp4
 from models.hf_tensors import Fused, Interleaved
 from models.quantized_checkpoints import MXFP4_GROUP, MXFP4_PARTS
-from pallas_kernels.cpu.packed import FORMATS, OUTPUTS, pack
+from pallas_kernels.cpu.packed import FORMATS, GROUP, OUTPUTS, pack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +53,35 @@ class FileTensor:
         return gguf.dequantize(self.data, self.tensor_type).astype("<f4", copy=False)
 
 
+class Tiles(NamedTuple):
+    """The order of the value heads of a gated delta net in a tensor of a file.
+
+    Value head j of key head i is in place j * Hk + i, and in Hugging Face format in i * H / Hk + j.
+
+    Attributes:
+      shape: the sizes of the gated delta net.
+      axis: the axis of the heads.
+      first: rows before the heads, those of q and k.
+    """
+
+    shape: DeltaNetShape
+    axis: int = 0
+    first: int = 0
+
+    def undone(self, stored: np.ndarray) -> np.ndarray:
+        """Returns values or bytes in the order of Hugging Face format."""
+        rows = stored.swapaxes(0, self.axis)
+        heads = rows[self.first :]
+        size = len(heads) // self.shape.value_heads
+        tiles = heads.reshape(-1, self.shape.key_heads, size, *rows.shape[1:])
+        heads = tiles.swapaxes(0, 1).reshape(heads.shape)
+        return np.concatenate([rows[: self.first], heads]).swapaxes(0, self.axis)
+
+    def keeps(self, inputs: int) -> bool:
+        """Whether a head has whole blocks of so many inputs, so that they can be reordered."""
+        return self.axis == 0 or self.shape.value_dim % inputs == 0
+
+
 class Weight(NamedTuple):
     """A tensor of a file and its shape in Hugging Face format.
 
@@ -65,6 +95,10 @@ class Weight(NamedTuple):
       expert: index of the expert in a tensor that has all of them; None for other tensors.
       kind: the form [outputs, inputs] of a matrix that stays quantized; None for other tensors.
       added: what llama.cpp adds to all values.
+      is_log: whether the file has minus the exponentials of the values.
+      after: another tensor of the file, whose rows follow; None: there is none.
+      tiles: the order of heads in a tensor of a gated delta net that llama.cpp reorders; None: of
+        another tensor.
     """
 
     shape: tuple[int, ...]
@@ -75,10 +109,21 @@ class Weight(NamedTuple):
     expert: int | None = None
     kind: Kind | None = None
     added: float = 0.0
+    is_log: bool = False
+    after: FileTensor | None = None
+    tiles: Tiles | None = None
 
     @property
     def sources(self) -> tuple[FileTensor, ...]:
-        return (self.stored,)
+        return (self.stored,) if self.after is None else (self.stored, self.after)
+
+    @property
+    def whole_kind(self) -> Kind | None:
+        """The form of a matrix that can stay quantized; None: its values are dequantized."""
+        first, *others = {source.tensor_type for source in self.sources}
+        kind = None if others else KINDS.get(first)
+        cut = kind is not None and self.tiles is not None and not self.tiles.keeps(kind.group)
+        return None if cut else kind
 
     def shapes(self, name: str) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Returns dtype and shape of what a directory stores for the tensor `name`."""
@@ -90,38 +135,58 @@ class Weight(NamedTuple):
 
     def values(self) -> list[np.ndarray]:
         """Returns the arrays of `shapes`."""
-        data = self.stored.data if self.expert is None else self.stored.data[self.expert]
-        if self.kind is None:
-            values = [gguf.dequantize(data, self.stored.tensor_type).astype("<f4", copy=False)]
-        else:
-            values = list(self.kind.parts(data).values())
+        sources = [self._values(source) for source in self.sources]
+        values = [np.concatenate(x) if len(x) > 1 else x[0] for x in zip(*sources, strict=True)]
+        if self.is_log:
+            if max(part.max() for part in values) >= 0:
+                raise ValueError(
+                    f"{self.stored.name} has values above 0: llama.cpp writes -exp(A_log); convert "
+                    "the model again"
+                )
+            values = [np.log(-part) for part in values]
         if self.added:
             values = [part - np.float32(self.added) for part in values]
         if self.heads:
             values = [unpermute(part, self.heads) for part in values]
         if self.group is not None:
             values = [grouped(part, *self.group) for part in values]
-        if self.transposed and self.kind is None:
-            values = [part.T for part in values]
+        if self.tiles is not None:
+            values = [self.tiles.undone(part) for part in values]
+        if self.kind is None:
+            values = [(part.T if self.transposed else part).reshape(self.shape) for part in values]
         return [np.ascontiguousarray(part) for part in values]
+
+    def _values(self, source: FileTensor) -> list[np.ndarray]:
+        """Returns the arrays of one of the sources, as llama.cpp has them."""
+        data = source.data if self.expert is None else source.data[self.expert]
+        if self.kind is not None:
+            return list(self.kind.parts(data).values())
+        return [gguf.dequantize(data, source.tensor_type).astype("<f4", copy=False)]
 
     @property
     def packed_type(self) -> str | None:
         """The type in which the CPU kernels multiply the matrix; None if they do not."""
         kind = self.stored.type_name
         is_matrix = len(self.stored.shape) == 2 and not self.added and self.expert is None
-        fits = is_matrix and kind in FORMATS and FORMATS[kind].fits(OUTPUTS, self.stored.shape[1])
-        return kind if fits else None
+        if not is_matrix or self.after is not None or kind not in FORMATS:
+            return None
+        fits = FORMATS[kind].fits(OUTPUTS, self.stored.shape[1])
+        return kind if fits and (self.tiles is None or self.tiles.keeps(GROUP)) else None
 
     def packed(self, fused: Fused | Interleaved | None, to: str) -> np.ndarray:
         """Returns the packed matrix, of type `to`, of a parameter, which may have some rows."""
         rows = np.arange(self.stored.shape[0])
         rows = unpermute(rows, self.heads) if self.heads else rows
         rows = rows if self.group is None else grouped(rows, *self.group)
+        rows = rows if self.tiles is None or self.tiles.axis else self.tiles.undone(rows)
         rows = rows if fused is None else fused.part(rows)
-        if self.stored.type_name in FORMATS:
-            return pack(self.stored.data, self.stored.type_name, rows, to)
-        return pack(self.stored.dequantized(), "F32", rows, to)
+        columns = self.tiles if self.tiles is not None and self.tiles.axis else None
+        if columns is not None and columns.shape.has_tiles(to):
+            columns = None
+        stored, kind = self.stored.data, self.stored.type_name
+        if kind not in FORMATS or (columns and not columns.keeps(FORMATS[kind].inputs)):
+            stored, kind = self.stored.dequantized(), "F32"
+        return pack(stored if columns is None else columns.undone(stored), kind, rows, to)
 
 
 class Experts(NamedTuple):

@@ -49,12 +49,16 @@ def _sequence(*steps: str | pre_tokenizers.PreTokenizer) -> pre_tokenizers.PreTo
     )
 
 
-def _words(digits: str) -> str:
-    """Returns the pattern of Llama 3 and Qwen 2, which differ in the number of digits."""
+def _words(digits: str, marks: str = "") -> str:
+    """Returns the pattern of Llama 3, Qwen 2 and Qwen 3.5.
+
+    They differ in the number of digits, and in the characters of a word besides letters.
+    """
+    letters = r"\p{L}" + marks
     return (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+        rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?[{letters}]+|"
         + digits
-        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        + rf"| ?[^\s{letters}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
 
 
@@ -109,6 +113,7 @@ PRE_TOKENIZERS = {
     ),
     **dict.fromkeys((*LLAMA3, "smaug-bpe", "dbrx"), _sequence(_words(r"\p{N}{1,3}"), BYTES)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _sequence(_words(r"\p{N}"), BYTES)),
+    "qwen35": _sequence(_words(r"\p{N}", r"\p{M}"), BYTES),
     "tekken": _sequence(_cased_words("", r"\p{N}"), BYTES),
     "gpt-4o": _sequence(_cased_words(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?", r"\p{N}{1,3}"), BYTES),
     "deepseek-llm": _sequence(
@@ -126,7 +131,7 @@ WHOLE_WORDS = (
     "tekken",
     "gpt-4o",
 )  # a word that is a token is not merged from parts
-NORMALIZED = ("mpt", "qwen2", "deepseek-r1-qwen")  # to NFC
+NORMALIZED = ("mpt", "qwen2", "qwen35", "deepseek-r1-qwen")  # to NFC
 ADD_BOS = (*LLAMA3, "tekken")  # if the file does not say
 
 

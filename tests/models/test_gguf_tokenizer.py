@@ -66,6 +66,7 @@ REFERENCES = {
     **{pre: pattern_of(pre, ignore_merges=True) for pre in LLAMA3},
     "dbrx": pattern_of("dbrx"),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), of_class("Qwen2Tokenizer")),
+    "qwen35": of_class("Qwen3_5Tokenizer"),
     "tekken": pattern_of("tekken", ignore_merges=True),
     "gpt-4o": pattern_of("gpt-4o", ignore_merges=True),
     # deepseek-ai/deepseek-llm-7b-base lists ranges of letters with a case instead of classes.
