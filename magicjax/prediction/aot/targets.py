@@ -46,8 +46,10 @@ TPUS = {
     "v6e": Tpu("v6e", _FLAT, 32 << 30),
     "tpu7x": Tpu("tpu7x", {2 * devices: shape for devices, shape in _CUBES.items()}, 96 << 30),
 }
-# Without a TPU, libtpu reads these variables instead of querying the metadata server.
+# Without a TPU, libtpu reads these variables instead of querying the metadata server. Without the
+# first, a second process that compiles at the same time is an error.
 TPU_ENVIRONMENT = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
