@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from magicjax.kv_cache import state_layers
 from magicjax.kv_cache.state_layers import LayerState
@@ -166,17 +166,45 @@ def _write(slots: Slots, entries: Slots, start: Int[Array, "B"]) -> Slots:
     """Returns the slots with the entries of the first B rows from `start` on."""
     index = start[:, None] + jnp.arange(entries.shape[2])
     options: Any = dict(mode="drop", indices_are_sorted=True, unique_indices=True)
-    return _set(slots, index, entries, **options)
+    return set_slots(slots, index, entries, **options)
 
 
-def _set(slots: Slots, index: Int[Array, "B A"], entries: Slots, **options: Any) -> Slots:
-    """Returns the slots with the entries of the first B rows at `index`."""
-    rows = jnp.arange(entries.shape[0])[:, None]
+def set_slots(slots: Slots, index: Int[Array, "B A"], entries: Slots, **options: Any) -> Slots:
+    """Returns the slots with the entries of the first B rows at `index`.
+
+    On a TPU each head has an index. Otherwise the compiler chooses a layout in which the heads of a
+    slot are adjacent, and copies the caches in every pass, because the attention kernel reads them
+    in the usual one.
+    """
+    of_heads, of_rows = (functools.partial(put, **options) for put in (set_heads, set_rows))
 
     def put(x, new):
-        return x.at[rows, :, index].set(new.swapaxes(1, 2), **options)
+        return jax.lax.platform_dependent(x, index, new, tpu=of_heads, default=of_rows)
 
     return jax.tree.map(put, slots, entries)
+
+
+def set_rows(
+    x: Num[Array, "R K S *D"], index: Int[Array, "B A"], new: Num[Array, "B K A *D"], **options: Any
+) -> Num[Array, "R K S *D"]:
+    """Returns an array of slots with new entries of the first B rows; an index has all heads.
+
+    Args:
+      x: the slots.
+      index: the slot of each entry.
+      new: the entries.
+      **options: of `jax.numpy.ndarray.at[].set`.
+    """
+    rows = jnp.arange(len(new))[:, None]
+    return x.at[rows, :, index].set(new.swapaxes(1, 2), **options)
+
+
+def set_heads(
+    x: Num[Array, "R K S *D"], index: Int[Array, "B A"], new: Num[Array, "B K A *D"], **options: Any
+) -> Num[Array, "R K S *D"]:
+    """Returns the result of `set_rows`, with an index for each head."""
+    rows, heads = jnp.arange(len(new))[:, None, None], jnp.arange(x.shape[1])[:, None]
+    return x.at[rows, heads, index[:, None]].set(new, **options)
 
 
 def write_ring(
@@ -190,7 +218,7 @@ def write_ring(
     steps, size = jnp.arange(entries.shape[2]), slots.shape[2]
     live = (steps < count[:, None]) & (steps >= count[:, None] - size)
     index = jnp.where(live, (start[:, None] + steps) % size, size)  # out of bounds: dropped
-    return _set(slots, index, entries, mode="drop")
+    return set_slots(slots, index, entries, mode="drop")
 
 
 def append(cache: KVCache, kv: tuple, path: Int[Array, "B A"], count: Int[Array, "B"]) -> KVCache:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int
 
-from magicjax.kv_cache.full_cache import KVCache, Layers, Slots, elements, select
+from magicjax.kv_cache.full_cache import KVCache, Layers, Slots, elements, select, set_slots
 from magicjax.kv_cache.state_layers import LayerState
 from magicjax.model import CAPACITY_MULTIPLE
 from pallas_kernels import Quantized, quantize
@@ -217,7 +217,6 @@ def append_ring(
 def _append(k, v, new_k, new_v, num_pinned: int, bits, path, before, count) -> tuple[Any, Any]:
     """Returns keys and values of a layer with the nodes of the path."""
     steps, capacity = jnp.arange(path.shape[1]), k.shape[2]
-    rows = jnp.arange(path.shape[0])[:, None]
     slots = slot_of(before[:, None] + steps, num_pinned, capacity)
     slots = jnp.where(steps < count[:, None], slots, capacity)  # out of bounds: dropped
 
@@ -225,8 +224,7 @@ def _append(k, v, new_k, new_v, num_pinned: int, bits, path, before, count) -> t
         entries: Any = jnp.take_along_axis(nodes, path[:, :, None, None], axis=1)  # [B,A,K,D]
         if bits is not None:
             entries = quantize(entries, bits)
-        return jax.tree.map(
-            lambda x, values: x.at[rows, :, slots].set(values, mode="drop"), old, entries
-        )
+        entries = jax.tree.map(lambda x: x.swapaxes(1, 2), entries)
+        return set_slots(old, slots, entries, mode="drop")
 
     return write(k, new_k), write(v, new_v)

@@ -180,3 +180,16 @@ def test_a_commit_that_ignores_the_ring_is_detected():
 
 def test_slots_of_positions_are_those_of_the_documented_example():
     assert sparse_cache.slot_of(jnp.arange(9), 2, 5).tolist() == [0, 1, 2, 3, 4, 2, 3, 4, 2]
+
+
+def test_an_index_of_each_head_writes_what_one_of_all_heads_does():
+    """TPUs and other devices: of more rows the first, and nothing out of bounds."""
+    draw = np.random.default_rng(0)
+    slots = jnp.asarray(draw.normal(0, 1, (ROWS, HEADS, SLOTS, 4)), jnp.float32)
+    new = jnp.asarray(draw.normal(0, 1, (ROWS - 1, HEADS, PATH, 4)), jnp.float32)
+    index = jnp.asarray([[3, 4, 5, SLOTS], [SLOTS - 2, SLOTS - 1, SLOTS, SLOTS]])
+    found = full_cache.set_heads(slots, index, new, mode="drop")
+    expected = np.array(slots)
+    expected[0, :, 3:6], expected[1, :, SLOTS - 2 :] = new[0, :, :3], new[1, :, :2]
+    for x in (found, full_cache.set_rows(slots, index, new, mode="drop")):
+        np.testing.assert_array_equal(x, expected)
