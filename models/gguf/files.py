@@ -55,9 +55,12 @@ ARCHITECTURES = {
     "qwen3next": "qwen3_next",
     "qwen35": "qwen3_5_text",
     "qwen35moe": "qwen3_5_moe_text",
+    "gemma4": "gemma4_text",
 }
 MIXTRAL = "mixtral"  # the family of a "llama" with experts
 PERMUTED = ("llama", MIXTRAL, "smollm3", "granite")  # families whose q and k llama.cpp permutes
+# Names in llama.cpp's map of what has the scales of a router (Gemma 4).
+SCALED = {"router.scale": "router.proj", "router.per_expert_scale": "experts.down_proj"}
 # Families whose value heads of gated delta nets llama.cpp reorders.
 TILED = ("qwen3_5_text", "qwen3_5_moe_text")
 # Layers of Gemma's largest models, whose queries have another scale.
@@ -85,6 +88,17 @@ HEAD_NAMES = {
     "pre_fc_norm_hidden": "hnorm",
     "norm": "shared_head_norm",
 }
+_GEMMA_4 = (
+    *("attention.key_length", "attention.key_length_swa", "rope.freq_base", "rope.freq_base_swa"),
+    *("attention.sliding_window", PATTERN, "attention.head_count_kv", "feed_forward_length"),
+)
+# Sizes that must be equal.
+_GEMMA_4_SIZES = {
+    "attention.value_length": "attention.key_length",
+    "attention.value_length_swa": "attention.key_length_swa",
+    "rope.dimension_count_swa": "attention.key_length_swa",
+}
+_ENDS = {FULL: "", SLIDING: "_swa"}  # of names of settings
 EXPERT = re.compile(r"experts\.\d+\.")  # in the name of a tensor of Hugging Face
 
 
@@ -199,11 +213,9 @@ def _config(
     architecture: str, metadata: Mapping[str, Any], tensors: Mapping[str, FileTensor]
 ) -> DecoderConfig:
     prefix = f"{architecture}."
-    settings = {
-        name.removeprefix(prefix): _decimal(_of_all_layers(name, value))
-        for name, value in metadata.items()
-        if name.startswith(prefix)
-    }
+    own = {name.removeprefix(prefix): x for name, x in metadata.items() if name.startswith(prefix)}
+    raw = _of_gemma_4(own, tensors) if architecture == "gemma4" else {}
+    settings = {name: _decimal(_of_all_layers(prefix + name, value)) for name, value in own.items()}
 
     def need(name: str) -> Any:
         if name not in settings:
@@ -256,7 +268,7 @@ def _config(
         "out_bias": any(name.endswith("attn_q.bias") for name in tensors),
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
     }
-    raw = {"model_type": family} | _of_family(family, fields, settings, tensors)
+    raw |= {"model_type": family} | _of_family(family, fields, settings, tensors)
     if "delta_net" in FAMILIES[family].parts:
         raw |= _of_delta_net(family, rotated, settings, need)
     if {"rope", "rope_or_alibi", "two_ropes"} & set(FAMILIES[family].parts):
@@ -335,6 +347,66 @@ def _of_gemma(family: str, fields: Mapping[str, Any], settings: dict[str, Any]) 
     if fields["num_layers"] == LARGEST_GEMMA[family]:
         head_dim = fields["hidden_size"] / fields["num_heads"]
     return {"query_pre_attn_scalar": head_dim, **raw}
+
+
+def _of_gemma_4(settings: dict[str, Any], tensors: Mapping[str, FileTensor]) -> dict[str, Any]:
+    """Returns what differs between the two kinds of layers, and keys of Gemma 4 alone.
+
+    Takes from `settings`, and leaves those of the windowed layers.
+    """
+    missing = [name for name in _GEMMA_4 if name not in settings]
+    if missing or ROPE_FREQS not in tensors:
+        raise ValueError(
+            f"gemma4.{(missing or [ROPE_FREQS])[0]} is missing: the file is damaged or too old"
+        )
+    slides = settings.pop(PATTERN)
+    full = slides.index(False)
+    raw: dict[str, Any] = {
+        "layer_types": [SLIDING if windowed else FULL for windowed in slides],
+        "global_head_dim": settings["attention.key_length"],
+        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in tensors,
+        "num_kv_shared_layers": settings.pop("attention.shared_kv_layers", 0),
+        "hidden_size_per_layer_input": settings.pop("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": tensors["token_embd.weight"].shape[0],
+        "sliding_window": settings.pop("attention.sliding_window"),
+        "final_logit_softcapping": settings.pop("final_logit_softcapping", None),
+    }
+    for name, size in (("rope.dimension_count", "attention.key_length"), *_GEMMA_4_SIZES.items()):
+        if settings.get(name, settings[size]) != settings[size]:
+            raise ValueError(
+                f"gemma4.{name}={settings[name]} is not supported: it must be {settings[size]}"
+            )
+        settings.pop(name, None)
+    settings["attention.key_length"] = settings.pop("attention.key_length_swa")
+    for name in ("attention.head_count_kv", "feed_forward_length"):
+        values = settings[name]
+        values = values if isinstance(values, list) else [values] * len(slides)
+        settings[name] = values[slides.index(True)]
+        if name == "feed_forward_length":
+            raw["use_double_wide_mlp"] = values[-1] != values[0]
+        elif raw["attention_k_eq_v"]:
+            raw["num_global_key_value_heads"] = values[full]
+    divisors = tensors[ROPE_FREQS].dequantized()
+    rotated = int((divisors == 1).sum())
+    if not (divisors[:rotated] == 1).all() or (divisors[rotated:] < 1e29).any():
+        raise ValueError(f"{ROPE_FREQS} has other divisors than Gemma 4, which is not supported")
+    theta = {kind: _decimal(settings.pop(f"rope.freq_base{end}")) for kind, end in _ENDS.items()}
+    raw["rope_parameters"] = {
+        FULL: {
+            "rope_type": "proportional",
+            "rope_theta": theta[FULL],
+            "partial_rotary_factor": rotated / len(divisors),
+        },
+        SLIDING: {"rope_type": "default", "rope_theta": theta[SLIDING]},
+    }
+    if settings.get("expert_count"):
+        raw |= {
+            "enable_moe_block": True,
+            "num_experts": settings.pop("expert_count"),
+            "top_k_experts": settings.pop("expert_used_count"),
+            "moe_intermediate_size": settings.pop("expert_feed_forward_length"),
+        }
+    return raw
 
 
 def _of_granite(fields: Mapping[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
@@ -472,6 +544,8 @@ def _weights(
             expected = parameter
         if tensor.expert is not None:
             expected = (parameter[0], *expected)
+        if tensor.stacked is not None:
+            expected = shape
         stored = tuple(tensors[name] for name in sources)
         for parts in [stored] if tensor.experts is None else zip(stored):
             found = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
@@ -482,6 +556,8 @@ def _weights(
             weights[tensor.name] = _weight(config, tensor, shape, *stored)
         else:
             weights[tensor.name] = Experts(shape, stored)
+    unread = [f"blk.{i}.attn_" for i, source in enumerate(config.kv_sources) if source is not None]
+    used.update(f"{start}{part}.weight" for start in unread for part in ("k", "v", "k_norm"))
     own = (name for name in tensors if name.startswith(f"blk.{head}.") == of_head)
     problems += [f"unexpected {name}" for name in own if name not in used]
     if problems:
@@ -511,6 +587,9 @@ def _names(
     part, _, suffix = tensor.name.removeprefix(MTP).rpartition(".")
     if tensor.name.startswith(MTP) and part in HEAD_NAMES:
         return [f"blk.{head}.nextn.{HEAD_NAMES[part]}.{suffix}"]
+    block, _, part = tensor.name.partition(".router.")
+    if scaled := SCALED.get(f"router.{part}"):
+        return [f"{names.get_name(f'{block}.{scaled}')}.scale"]
     if tensor.experts is None:
         name = tensor.name.replace(f"{MTP}layers.0.", f"model.layers.{head}.")
         name = EXPERT.sub("experts.", name).replace(".dt_bias", ".dt_proj.bias")
@@ -571,7 +650,8 @@ def _tiles(config: DecoderConfig, tensor: Tensor) -> Tiles | None:
 def _quantized(weight: Weight | Experts) -> Weight | Experts:
     """Returns a tensor that stays quantized if its type can."""
     if isinstance(weight, Weight):
-        return weight._replace(kind=weight.whole_kind)
+        is_matrix = len(weight.shape) == 2
+        return weight._replace(kind=weight.whole_kind if is_matrix else None)
     types = {source.tensor_type for source in weight.sources}
     return weight._replace(is_mxfp4=types == {Type.MXFP4})
 

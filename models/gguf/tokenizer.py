@@ -143,7 +143,11 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, An
     kind = metadata.get("tokenizer.ggml.model", "none")
     if kind in ("none", "no_vocab"):
         return None
-    readers = {"gpt2": _read_byte_level, "llama": _read_sentencepiece}
+    readers = {
+        "gpt2": _read_byte_level,
+        "llama": _read_sentencepiece,
+        "gemma4": _read_sentencepiece_merges,
+    }
     if kind not in readers:
         raise unsupported("tokenizer.ggml.model", kind, readers)
     if metadata.get("tokenizer.ggml.precompiled_charsmap"):
@@ -202,6 +206,21 @@ def _read_byte_level(
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]
     tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _read_sentencepiece_merges(
+    tokens: Sequence[str], types: Sequence[int], metadata: Mapping[str, Any]
+) -> Tokenizer:
+    """Returns the tokenizer of a file that has the merges (Gemma 4)."""
+    vocab = {token: i for i, token in enumerate(tokens)}
+    merges = [tuple(merge.split(" ", 1)) for merge in _need(metadata, "merges")]
+    unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
+    options: Any = dict(unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges, **options))
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+    spaces = decoders.Replace(SPACE, " ")
+    tokenizer.decoder = decoders.Sequence([spaces, decoders.ByteFallback(), decoders.Fuse()])
     return tokenizer
 
 

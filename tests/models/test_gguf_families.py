@@ -92,6 +92,24 @@ GEMMA = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
 }
+GEMMA_4 = {
+    **GEMMA,
+    "mlp.down_proj": "ffn_down",
+    "router.proj": "ffn_gate_inp",
+    "router": "ffn_gate_inp",
+    "experts.gate_up_proj": "ffn_gate_up_exps",
+    "experts.down_proj": "ffn_down_exps",
+    "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
+    "layer_scalar": "layer_output_scale",
+    "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm",
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
+}
 SMOLLM = {
     **LLAMA,
     "mlp.gate_proj": "ffn_gate",
@@ -108,6 +126,45 @@ GPT_OSS = {
 }
 MIXTRAL_SETTINGS = {"expert_count": 4, "expert_used_count": 2, "rope.freq_base": 1000000.0}
 ALIBI = {"attention.max_alibi_bias": 8.0}
+
+
+def gemma_4_metadata(config):
+    """Returns the metadata of a model of Gemma 4."""
+    slides = [layer not in config.full_layers for layer in range(config.num_layers)]
+    shared = config.num_layers - config.shared_kv_layers
+    dense = config.shared_expert_size or config.intermediate_size
+    full, kv_heads = config.full_head_dim or config.head_dim, config.num_kv_heads
+    metadata = {
+        "attention.key_length": full,
+        "attention.value_length": full,
+        "attention.key_length_swa": config.head_dim,
+        "attention.value_length_swa": config.head_dim,
+        "attention.sliding_window": config.sliding_window,
+        "attention.sliding_window_pattern": slides,
+        "attention.shared_kv_layers": config.shared_kv_layers,
+        "embedding_length_per_layer_input": config.layer_input_size or 0,
+        "final_logit_softcapping": config.logits_softcap,
+        "rope.freq_base": config.rope.theta,
+        "rope.freq_base_swa": config.window_positions.theta,
+        "rope.dimension_count": full,
+        "rope.dimension_count_swa": config.head_dim,
+        "feed_forward_length": [
+            dense * (1 + (config.double_shared_mlp and layer >= shared))
+            for layer in range(config.num_layers)
+        ],
+    }
+    if config.full_kv_heads is not None:
+        heads = [kv_heads if slide else config.full_kv_heads for slide in slides]
+        metadata["attention.head_count_kv"] = heads
+    if config.num_experts is not None:
+        metadata |= {
+            "expert_count": config.num_experts,
+            "expert_used_count": config.experts_per_token,
+            "expert_feed_forward_length": config.intermediate_size,
+        }
+    return metadata
+
+
 # The golden model: architecture, names, and metadata beyond that of all architectures.
 CASES = {
     "gpt2": ("gpt2", GPT2, {}),
@@ -187,9 +244,14 @@ CASES = {
         },
     ),
 }
+GEMMA_4_CASES = ("gemma4", "gemma4_shared", "gemma4_experts", "gemma4_unified")
+CASES |= {case: ("gemma4", GEMMA_4, {}) for case in GEMMA_4_CASES}
 # Fields of the golden model that a file cannot express.
 LOST = {"gemma2": {"query_scale": None}, "gemma3": {"query_scale": None}}
+LOST["gemma4_unified"] = {"family": "gemma4_text"}  # which computes the same
 EXPERT = re.compile(r"(.*)experts\.(\d+)\.(.*)")
+# Tensors to whose names llama.cpp's converter adds ".weight".
+UNSUFFIXED = re.compile(r"\.(sinks|layer_scalar)$|\d\.experts\.(gate_up|down)_proj$")
 
 
 # gpt-oss with rows of blocks of 32.
@@ -197,7 +259,7 @@ WIDE = {"hidden_size": 64, "intermediate_size": 32}
 WIDE_SETTINGS = {"expert_feed_forward_length": 32}
 
 
-def write(path, case, folder=None, mxfp4=None, matrices="F32", **changes):
+def write(path, case, folder=None, mxfp4=None, matrices="F32", unread=None, **changes):
     """Writes a golden model as llama.cpp's convert_hf_to_gguf.py does.
 
     Args:
@@ -206,6 +268,7 @@ def write(path, case, folder=None, mxfp4=None, matrices="F32", **changes):
       folder: another directory with a model of this kind.
       mxfp4: bytes instead of values of some tensors.
       matrices: their type.
+      unread: other tensors.
       **changes: of the metadata.
     """
     architecture, names, metadata = CASES[case]
@@ -221,10 +284,16 @@ def write(path, case, folder=None, mxfp4=None, matrices="F32", **changes):
         "attention.head_count_kv": config.num_kv_heads,
         f"attention.layer_norm_{kind}epsilon": config.norm_eps,
         **metadata,
+        **(gemma_4_metadata(config) if architecture == "gemma4" else {}),
         **changes,
     }
     metadata = {f"{architecture}.{name}": value for name, value in metadata.items()}
     tensors = {}
+    if architecture == "gemma4":
+        size = config.full_head_dim or config.head_dim
+        rotated = int(config.rope.partial_rotary_factor * size / 2)
+        divisors = np.where(np.arange(size // 2) < rotated, 1, 1e30)
+        tensors["rope_freqs.weight"] = divisors.astype(np.float32), "F32"
     for name, values in _with_experts_stacked(folder, case).items():
         if config.norm == "rms_plus_one" and name.endswith("norm.weight"):
             values = values + np.float32(1)
@@ -248,6 +317,7 @@ def write(path, case, folder=None, mxfp4=None, matrices="F32", **changes):
         values = np.ascontiguousarray(values)
         own = (values, matrices if values.ndim == 2 and suffix == "weight" else "F32")
         tensors[f"{stem}.{suffix}"] = (mxfp4[name], "MXFP4") if name in mxfp4 else own
+    tensors |= unread or {}
     return gguf_cases.write(path, {"general.architecture": architecture, **metadata}, tensors)
 
 
@@ -255,8 +325,10 @@ def _with_experts_stacked(folder, case) -> dict[str, np.ndarray]:
     """Returns a model's tensors, those of all experts in one."""
     tensors, experts = {}, {}
     for name, values in load_file(folder / "model.safetensors").items():
-        if name.endswith(".sinks"):
+        if UNSUFFIXED.search(name):
             tensors[f"{name}.weight"] = values
+        elif name.endswith(".router.per_expert_scale"):
+            tensors[name.replace("router.per_expert_scale", "experts.down_proj.scale")] = values
         elif ".mlp.experts." in name and case == "gpt_oss":
             tensors |= _gpt_oss_experts(name, values)
         elif match := EXPERT.fullmatch(name):
@@ -278,6 +350,7 @@ def _gpt_oss_experts(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
 
 
 CHECKED = ("mixtral", "gpt2", "falcon_40b", "mpt_clip", "phi3", "gemma3", "gpt_oss", "granite")
+CHECKED += ("gemma4_experts",)
 
 
 @pytest.mark.parametrize("case", quick(CASES, *CHECKED))
@@ -377,6 +450,31 @@ def test_settings_may_be_repeated_for_each_layer(tmp_path):
     message = r"attention\.head_count_kv=\[.*\] is not supported: it must be the same for all"
     with pytest.raises(ValueError, match=message):
         read_gguf(write(tmp_path / "other.gguf", "gemma3", **changes))
+
+
+def test_keys_of_layers_that_read_those_of_another_one_may_be_in_a_file(tmp_path):
+    """As in the files of Gemma 4 E2B and E4B, also as Hugging Face has them."""
+    last = models.load_config(GOLDEN / "gemma4_shared").num_layers - 1
+    zeros = np.zeros((32, 16), np.float32)
+    unread = {f"blk.{last}.attn_{part}.weight": zeros for part in "kv"}
+    unread |= {f"blk.{last}.attn_k_norm.weight": zeros[:, 0]}
+    found = read_gguf(write(tmp_path / "model.gguf", "gemma4_shared", unread=unread)).config
+    assert found == models.load_config(GOLDEN / "gemma4_shared")
+    other = {f"blk.{last}.attn_v_norm.weight": zeros[0]}
+    with pytest.raises(ValueError, match=f"unexpected blk.{last}.attn_v_norm.weight"):
+        read_gguf(write(tmp_path / "other.gguf", "gemma4_shared", unread=other))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope.freq_base_swa": None}, "gemma4.rope.freq_base_swa is missing"),
+        ({"attention.value_length": 8}, "gemma4.attention.value_length=8 is not supported"),
+    ],
+)
+def test_settings_of_gemma_4_that_are_not_supported_are_errors(changes, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        read_gguf(write(tmp_path / "model.gguf", "gemma4", **changes))
 
 
 def test_a_file_of_gemma_2_without_a_window_has_that_of_llama_cpp():

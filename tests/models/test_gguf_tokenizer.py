@@ -127,3 +127,27 @@ def test_words_of_gpt_4o_begin_at_capital_letters_and_keep_contractions():
     found = [piece.replace("Ġ", " ").replace("Ċ", "\n") for piece, _ in split]
     expected = ["Hello", "World", " don't", " ABCdef", " ", "123", "45", "!/\n\n", " ", " x"]
     assert found == expected
+
+
+def test_merges_of_gemma_4_give_the_ids_of_its_class():
+    """Pieces and merges of SentencePiece, with bytes for characters that no piece has."""
+    model = cases.trained(None, "".join(TEXTS[:60]).replace(" ", "▁"), size=400)
+    merges = [tuple(merge) for merge in model["merges"]]
+    pieces = [piece for piece in model["vocab"] if piece != "<s>"]
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{i:02X}>" for i in range(256)), *pieces]
+    named = {
+        "model": "gemma4",
+        "tokens": tokens,
+        "token_type": [3, 3, 3, 2, *[6] * 256, *[1] * len(pieces)],
+        "merges": [" ".join(merge) for merge in merges],
+        "bos_token_id": 2,
+        "unknown_token_id": 3,
+        "add_bos_token": True,
+    }
+    tokenizer, _ = read_tokenizer({f"tokenizer.ggml.{key}": x for key, x in named.items()})
+    vocab = {token: i for i, token in enumerate(tokens)}
+    expected = transformers.GemmaTokenizer(vocab=vocab, merges=merges).backend_tokenizer
+    assert ids(tokenizer) == ids(expected)
+    for text in TEXTS:
+        found = tokenizer.encode(text).ids
+        assert found[:1] == [2] and tokenizer.decode(found) == text
