@@ -406,10 +406,16 @@ def from_command_line(arguments: Sequence[str], prog: str) -> Experiment:
       ConfigError: wrong settings, or no file before the options.
     """
     arguments = list(arguments)
-    base = Experiment()
+    base, defaults = Experiment(), "settings without a file"
+    helps = bool({"-h", "--help"} & {*arguments})
     if arguments and not arguments[0].startswith("-"):
-        base = read(pathlib.Path(arguments.pop(0)))
-    elif not {"-h", "--help"} & {*arguments}:
+        path = pathlib.Path(arguments.pop(0))
+        try:
+            base, defaults = read(path), f"values of {path}"
+        except ConfigError:
+            if not helps:
+                raise  # else the help, which needs no valid file
+    elif not helps:
         if files := [a for a in arguments if pathlib.Path(a).is_file()]:
             others = " ".join(a for a in arguments if a != files[0])
             raise ConfigError(f"the file must come first: {prog} {files[0]} {others}")
@@ -418,7 +424,7 @@ def from_command_line(arguments: Sequence[str], prog: str) -> Experiment:
     base = _with_axes(base, grid, overrides)
     usage = (
         "Settings below override those of FILE.  --grid.AXIS VALUE [VALUE ...] sets an axis of "
-        f"the grid.\n\nusage: {prog} FILE [OPTIONS]"
+        f"the grid.  Defaults are the {defaults}.\n\nusage: {prog} FILE [OPTIONS]"
     )
     described = f"{Experiment.__doc__}\n\n{usage}"
     parse = functools.partial(

@@ -277,3 +277,16 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
     path.write_bytes(b"name: \xff")
     with pytest.raises(fields.ConfigError, match=r"bytes.yaml: not UTF-8 text \(byte 6\)"):
         config.read(path)
+
+
+def test_help_shows_the_values_of_the_file_or_the_defaults_if_it_is_wrong(tmp_path, capsys):
+    path = tmp_path / "mine.yaml"
+    for drafter, expected in {
+        "self:streaming:64": ("values of", "(default: 7)"),
+        "no_such_module.Drafter": ("settings without a file", "(default: 1)"),
+    }.items():
+        path.write_text(f"{{batch: 7, methods: [{{drafter: {drafter}}}]}}")
+        with pytest.raises(SystemExit) as end:
+            config.from_command_line([str(path), "--help"], "launch")
+        printed = capsys.readouterr().out
+        assert end.value.code == 0 and all(words in printed for words in expected)
