@@ -195,9 +195,11 @@ def publish(whole: Grid, console: Console) -> list[dict[str, Any]]:
 def _report(whole: Grid, console: Console, rows: list[dict[str, Any]]) -> None:
     """Writes and prints the results."""
     results = results_folder.read(whole.directory, [row["key"] for row in rows])
-    store.write_summary(whole.directory, results.rows, columns.names_of(results.rows))
-    page.write(results, len(whole.cells) - len(rows))
+    to_do = len(whole.cells) - len(rows)
     rows = answer.with_intervals(results.cells)
+    lines = answer.summary(rows)
+    store.write_summary(whole.directory, lines, columns.names_of(lines))
+    page.write(results, to_do)
     for sentence in answer.sentences(rows):
         console.print(sentence, markup=False, highlight=False)
     console.print(terminal.table(rows, whole.experiment.name, console.width))

@@ -19,6 +19,7 @@ from experiments.report.results_folder import CellResult
 
 RESAMPLES = 2000
 LEVEL = 95  # percent
+ADDED = ("low", "high", "evidence")  # the columns of `with_intervals`
 FEW = 10  # with fewer measurements an interval is too narrow
 STEADY = 1.5  # largest ratio between speeds of plain decoding on a machine without other work
 
@@ -65,6 +66,20 @@ def with_intervals(cells: Sequence[CellResult]) -> list[Row]:
     The interval is of the speedup, of τ in rows without times, and None without a repetition.
     """
     return [cell.row | _interval(cell) for cell in cells]
+
+
+def summary(rows: Rows) -> list[Row]:
+    """Returns the lines of `summary.csv`, of rows with intervals.
+
+    The interval is in `speedup_low` and `speedup_high`, or `tau_low` and `tau_high`.
+    """
+    lines = []
+    for row in rows:
+        name = "tau" if row.get("speedup") is None else "speedup"
+        interval = {f"{name}_low": row["low"], f"{name}_high": row["high"]}
+        line = {column: row[column] for column in row if column not in ADDED}
+        lines.append(line | interval)
+    return lines
 
 
 def _interval(cell: CellResult) -> Row:

@@ -33,6 +33,8 @@ TIMES = {
     **dict.fromkeys(("prefill_s", "decode_s", "round_ms"), ""),
     **dict.fromkeys(("ar_gbs", "read_gbs", "bandwidth_share"), ""),
 }
+# 95 % intervals of the speedup, or of τ in rows without times, which the report computes.
+INTERVALS = dict.fromkeys(("speedup_low", "speedup_high", "tau_low", "tau_high"), "")
 # Latencies of requests that arrive over time (slots), over requests and runs.
 SERVING = {
     "goodput": (
@@ -89,7 +91,7 @@ RESOURCES = {
     ),
     "attention_backend": "",
 }
-MEASURED = TIMES | SERVING | DECODING | PHASES | RESOURCES | STATUS
+MEASURED = TIMES | INTERVALS | SERVING | DECODING | PHASES | RESOURCES | STATUS
 
 # Settings that a grid can vary, and the columns of all settings.
 AXES = tuple(declared(Experiment))

@@ -73,6 +73,8 @@ def test_a_run_writes_a_summary_and_a_folder_for_each_cell(start, tmp_path, caps
     row = rows[4]
     figures = {
         "speedup": 2.0,
+        "speedup_low": 2.0,
+        "speedup_high": 2.0,
         "decode_tok_s": 60.0,
         "ar_decode_tok_s": 30.0,
         "decode_tok_s_user": 30.0,
