@@ -162,7 +162,7 @@ def _answer(rows: Rows, columns: Sequence[str]) -> Answer:
 
 
 def sentences(rows: Rows) -> list[str]:
-    """Returns the answers in words: the highest speedup, equal texts, where plain decoding wins.
+    """Returns the answers in words: warnings, the highest speedup, where plain decoding wins.
 
     Args:
       rows: with intervals.
@@ -172,7 +172,7 @@ def sentences(rows: Rows) -> list[str]:
     faster = [
         (one, one.best) for one in timed if one.best and not one.unclear and not one.plain_wins
     ]
-    lines = []
+    lines = _disturbances(timed)
     if faster:
         first, best = max(faster, key=lambda pair: pair[1]["speedup"])
         lines.append(
@@ -183,21 +183,32 @@ def sentences(rows: Rows) -> list[str]:
         lines.append("No method is shown to be faster than plain decoding.")
     lines += _equal_texts(rows)
     if len(faster) == len(timed) > 1:
-        lines.append("Speculation is faster than plain decoding wherever it was timed.")
+        lines.append(
+            "In every batch and context that was timed, at least one method is faster than plain "
+            "decoding."
+        )
     if lost := _groups(one for one in timed if one.plain_wins):
         lines.append(f"Plain decoding wins at {lost}.")
     if unclear := _groups(one for one in timed if one.unclear):
         lines.append(f"Undecided, because the interval contains 1: {unclear}.")
-    for one in timed:
-        if one.disturbed and one.plain_rates is not None:
-            slow, fast = one.plain_rates
-            lines.append(
-                f"Plain decoding of the same prompts ran at {slow:,.0f} to {fast:,.0f} tokens/s "
-                f"({_groups([one])}): other work disturbed the machine, so measure again."
-            )
     if untimed := sum(one.best is not None and not one.timed for one in results):
         lines.append(f"Without times, methods are compared by τ ({untimed} of {len(results)}).")
     return lines
+
+
+def _disturbances(results: Iterable[Answer]) -> list[str]:
+    """Returns the warning that other work disturbed the machine, if it did."""
+    rates = [
+        f"{one.plain_rates[0]:,.0f} to {one.plain_rates[1]:,.0f} tokens/s ({_groups([one])})"
+        for one in results
+        if one.disturbed and one.plain_rates is not None
+    ]
+    if not rates:
+        return []
+    return [
+        f"Other work disturbed the machine, so measure again: plain decoding of the same prompts "
+        f"ran at {'; '.join(rates)}."
+    ]
 
 
 def _equal_texts(rows: Rows) -> list[str]:
@@ -211,9 +222,12 @@ def _equal_texts(rows: Rows) -> list[str]:
         return []
     texts = sum(size for _, size in compared)
     equal = sum(round(share * size) for share, size in compared)
+    if texts == 1:
+        return [f"The text {'equals' if equal else 'does NOT equal'} plain decoding's."]
     if equal == texts:
         return [f"All {texts} texts equal plain decoding's."]
-    return [f"{texts - equal} of {texts} texts are NOT equal to plain decoding's."]
+    are = "is" if texts - equal == 1 else "are"
+    return [f"{texts - equal} of {texts} texts {are} NOT equal to plain decoding's."]
 
 
 def _groups(results: Iterable[Answer]) -> str:

@@ -64,3 +64,31 @@ def test_the_best_method_is_exact_and_compared_with_its_interval():
     )
     (nothing,) = answer.answers(rows_of(("a", None, None, None), status="crash"))
     assert nothing.best is None and not nothing.timed
+
+
+def test_a_disturbed_machine_comes_before_the_speedups_and_counts_agree_in_number():
+    rows = [
+        row | {"ar_decode_tok_s": rate}
+        for context in (64, 96)
+        for row, rate in zip(
+            rows_of(("a", 1.6, 1.5, 1.7), ("b", 0.6, 0.5, 0.7), context=context),
+            (100.0, 200.0),
+            strict=True,
+        )
+    ]
+    warning, fastest, *others = answer.sentences(rows)
+    assert warning == (
+        "Other work disturbed the machine, so measure again: plain decoding of the same prompts "
+        "ran at 100 to 200 tokens/s (batch 1, context 64); 100 to 200 tokens/s (batch 1, context "
+        "96)."
+    )
+    assert fastest.startswith("Fastest: a, 1.60")
+    assert others == [
+        "All 4 texts equal plain decoding's.",
+        "In every batch and context that was timed, at least one method is faster than plain "
+        "decoding.",
+    ]
+    one = rows_of(("a", 1.5, 1.4, 1.6))
+    assert "The text equals plain decoding's." in answer.sentences(one)
+    wrong = one + rows_of(("b", 1.5, 1.4, 1.6), exact_match=0.0)
+    assert "1 of 2 texts is NOT equal to plain decoding's." in answer.sentences(wrong)
