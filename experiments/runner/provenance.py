@@ -25,7 +25,7 @@ def of(cell: Cell) -> dict[str, str]:
         "python": ".".join(map(str, sys.version_info[:2])),
         "target": _model_fingerprint(cell.target),
         "model": " ".join(map(_model_fingerprint, cell.models)),
-        "drafters": drafters_fingerprint(cell),
+        "drafters and policies": drafters_fingerprint(cell),
         "prompts": _prompts_fingerprint(cell.prompts, cell.prompt_path),
         "code": code(),
     }
