@@ -160,12 +160,12 @@ def _load(
         shards=shards,
         layout=layout,
         kv_bits=kv_bits,
-        mtp_head=_mtp_head_of(source, checkpoint.module.dtype),
+        mtp_head=_mtp_head_of(source, checkpoint.module.dtype, packed),
     )
 
 
-def _mtp_head_of(source: Source, dtype: Any) -> Callable[[], Model] | None:
-    """Returns `Model.mtp_head`; the head is read once."""
+def _mtp_head_of(source: Source, dtype: Any, packed: bool) -> Callable[[], Model] | None:
+    """Returns `Model.mtp_head`; the head is read once, and `packed` as its target."""
     directory = source.directory
     if directory is None:
         return None
@@ -176,7 +176,9 @@ def _mtp_head_of(source: Source, dtype: Any) -> Callable[[], Model] | None:
         if mesh is not None:  # every device has the whole head
             sharding_of = placement.parameter_shardings(head().module, None, mesh)
         path = source.checkpoint_directory
-        checkpoint = models.load_checkpoint(path, dtype, sharding_of=sharding_of, mtp=True)
+        checkpoint = models.load_checkpoint(
+            path, dtype, sharding_of=sharding_of, packed=packed, mtp=True
+        )
         return Model(checkpoint.module, checkpoint.params)
 
     @functools.cache
@@ -400,7 +402,7 @@ def skeleton(
         shards=shards,
         layout=layout,
         kv_bits=_kv_bits(kv_dtype, source),
-        mtp_head=_mtp_head_of(source, module.dtype),
+        mtp_head=_mtp_head_of(source, module.dtype, packed),
         load=functools.partial(
             _load,
             source,
