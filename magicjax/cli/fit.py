@@ -183,6 +183,10 @@ def summary(load: Any, counted: Any, compiled: dict | None, memory: int) -> dict
         "largest batch": max_rows(load, counted, temporary, usable),
         "largest context": max_context,
     }
+    options = ["--weights", "--kv-dtype", "--offload", "--mesh"]
+    if offloading.dependent_layers(request.target.config):
+        options.remove("--offload")
+    report["options for less memory"] = options
     if compiled is not None:
         report["programs"] = compiled
     return report
@@ -225,8 +229,8 @@ def as_text(report: dict[str, Any], verbose: bool = False) -> str:
         f"largest batch at this context: about {report['largest batch']}; largest context at this "
         f"batch: about {report['largest context']}"
         if report["largest batch"]
-        else "not even one row fits: use a shorter context, or --weights, --kv-dtype, --offload, "
-        "--mesh for less memory per device"
+        else "not even one row fits: use a shorter context, or "
+        f"{', '.join(report['options for less memory'])} for less memory per device"
     )
     lines = [
         f"{verdict}: {abs(free) / GB:.3f} GB {'free' if free >= 0 else 'missing'} on each device",

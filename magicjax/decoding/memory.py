@@ -65,7 +65,8 @@ def check_workload(
     if needed > limit:
         each = "" if request.settings.mesh is None else " on each device"
         fitting = remedy(limit)
-        use = "use a smaller model, a smaller dtype or kv_dtype, offload, or more devices"
+        offload = "" if offloading.dependent_layers(request.target.config) else "offload, "
+        use = f"use a smaller model, a smaller dtype or kv_dtype, {offload}or more devices"
         if fitting:
             use = f"use {' or '.join(fitting)}, or more devices"
         raise OutOfMemoryError(

@@ -143,6 +143,12 @@ def check_layers(config: Any) -> None:
     check_independent(config, "offload", "load the model without offload")
 
 
+def dependent_layers(config: Any) -> list[str]:
+    """Returns the settings by which layers need more than their own slots and the layer before."""
+    names = "shared_kv_layers", "layer_input_size"
+    return [f"{name}={getattr(config, name)}" for name in names if getattr(config, name, 0)]
+
+
 def check_independent(config: Any, option: str, remedy: str) -> None:
     """Raises ValueError if a layer of a model needs more than its own slots and the layer before.
 
@@ -151,8 +157,7 @@ def check_independent(config: Any, option: str, remedy: str) -> None:
       option: what needs such layers.
       remedy: what to do.
     """
-    names = "shared_kv_layers", "layer_input_size"
-    if given := [f"{name}={getattr(config, name)}" for name in names if getattr(config, name, 0)]:
+    if given := dependent_layers(config):
         raise ValueError(
             f"{option} with {' and '.join(given)} (family {config.family!r}) is not supported: "
             f"{remedy}"
