@@ -40,7 +40,7 @@ class KVCache:
       windows: static; of each layer, None: it sees the whole text. A layer with a window is a ring.
       split: static; the model's division over devices.
       states: the state of each layer without attention, None for others; empty if there is none.
-      sources: static; `Model.kv_sources`, or empty if all layers have slots.
+      sources: static; `Model.kv_sources`; empty in what `of_layers` returns.
     """
 
     k: Layers = struct.field(metadata=logical_axes(LAYER_BATCH, KV_HEADS))

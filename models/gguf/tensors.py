@@ -140,8 +140,8 @@ class Weight(NamedTuple):
         if self.is_log:
             if max(part.max() for part in values) >= 0:
                 raise ValueError(
-                    f"{self.stored.name} has values above 0: llama.cpp writes -exp(A_log); convert "
-                    "the model again"
+                    f"{self.stored.name} has values not below 0: llama.cpp writes -exp(A_log); "
+                    "convert the model again"
                 )
             values = [np.log(-part) for part in values]
         if self.added:

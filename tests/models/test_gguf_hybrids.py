@@ -293,7 +293,7 @@ def test_without_a_step_of_the_converter_parameters_differ(step, directory, tmp_
 def test_a_file_with_other_rates_is_an_error(directory, tmp_path):
     path = write(tmp_path / "model.gguf", directory("qwen35"), "qwen35", ("one", "rows", "columns"))
     out = read(path, tmp_path / "out")
-    with pytest.raises(ValueError, match="blk.0.ssm_a has values above 0: llama.cpp writes"):
+    with pytest.raises(ValueError, match="blk.0.ssm_a has values not below 0: llama.cpp writes"):
         models.load_checkpoint(out)
 
 
