@@ -61,7 +61,7 @@ def _table(request: str, folder: pathlib.Path) -> str:
 def _across(rows: pd.DataFrame, across: str) -> pd.DataFrame:
     """Returns the rows with one column for each value of `across` instead of the last column.
 
-    A missing value is no part of a heading.
+    A missing value is left out of headings.
     """
     *index, heading = [name for name in rows if name != across]
     wide = rows.set_index([*index, across])[heading].unstack(across)
