@@ -1,12 +1,14 @@
 """Times magicjax, Hugging Face transformers, llama.cpp and OpenVINO on the same models and prompts.
 
-    python -m experiments.studies.peers FILE [--environments FOLDER] [--compiled] [--key value]
+    python -m experiments.studies.peers FILE [--environments FOLDER] [--peer NAME] [--compiled]
+                                        [--key value]
 
 `make peers` creates the environments. All runs are interleaved and greedy, and only decoding is
 timed: a peer's from its first new tokens, after prefill, to the last. llama.cpp and OpenVINO decode
 one row of a target that is a GGUF file: its stored weights, or with `target_weights: none` the same
 values in the experiment's dtype (OpenVINO: in float16, as it reads no bfloat16), which transformers
-decodes, too. llama.cpp also drafts with the GGUF file of a method's small model.
+decodes, too. llama.cpp also drafts with the GGUF file of a method's small model. Every peer holds
+the weights in memory until the end: `--peer`, which can be repeated, leaves out the others.
 Results of several values of `prompt_seed` are pooled.
 """
 
@@ -59,6 +61,7 @@ SPECULATIVE = {"lookup_tokens", "assistant_tokens"}  # which transformers suppor
 
 # Names in the table of peers that read GGUF files, by module.
 READERS = {"llama": "llama.cpp", "genai": "OpenVINO GenAI"}
+PEERS = ("huggingface", *READERS)  # their modules, and environments
 DTYPES = {"genai": "float16"}  # of unquantized files, if it reads no others
 DRAFTED_TOKENS = 4  # at a time, by these modules
 
@@ -141,7 +144,7 @@ def reader_calls(
     calls: Calls = {}
     for module, peer in readers.items():
         dtype = DTYPES.get(module, plain.dtype)
-        file, weights = gguf_file(plain, dtype, readers["llama"], folder)
+        file, weights = gguf_file(plain, dtype, readers.get("llama"), folder)
         run = functools.partial(run_peer, peer, prompts, plain.new_tokens, weights, file=str(file))
         for name, setting in arguments.items():
             calls[f"{READERS[module]} {name}"] = functools.partial(run, **setting)
@@ -160,7 +163,7 @@ def stored_file(source: str) -> pathlib.Path:
 
 
 def gguf_file(
-    cell: grid.Cell, dtype: str, llama: Peer, folder: pathlib.Path
+    cell: grid.Cell, dtype: str, llama: Peer | None, folder: pathlib.Path
 ) -> tuple[pathlib.Path, str]:
     """Returns a file with the target's weights, in `folder` unless the target is one; their type.
 
@@ -172,6 +175,7 @@ def gguf_file(
     content = f"{stored.resolve()} {stored.stat().st_size} {stored.stat().st_mtime_ns}"
     converted = folder / f"{stored.stem}-{store.digest(content)[:8]}.{dtype}.gguf"
     if not converted.is_file():
+        assert llama is not None  # as `_parse` checked
         partial = converted.with_suffix(".partial")
         llama.request("convert", file=str(stored), out=str(partial), dtype=dtype)
         partial.rename(converted)
@@ -257,8 +261,12 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, config.
     parser.add_argument(
         "--environments", type=pathlib.Path, default=ENVIRONMENTS, help="what `make peers` creates"
     )
+    parser.add_argument(
+        "--peer", dest="peers", action="append", choices=PEERS, help="repeatable; default: all"
+    )
     parser.add_argument("--compiled", action="store_true", help="also time torch.compile")
     options, overrides = parser.parse_known_args(arguments)
+    options.peers = options.peers or PEERS
     experiment = config.from_command_line(overrides, PROG)
     if experiment.repeats < 1:
         raise ConfigError("repeats=0 times nothing: choose at least 1")
@@ -279,7 +287,25 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, config.
             )
         if len({each.model for each in group if each.draft == "small"}) > 1:
             raise ConfigError("several draft models are not supported here: give one")
+        if not _peers_of(cell, options.peers):
+            raise ConfigError(
+                f"{', '.join(options.peers)} cannot decode {cell.target}: huggingface decodes "
+                "floating-point weights, and llama and genai decode GGUF files"
+            )
+        if (
+            is_gguf(cell.target)
+            and cell.target_weights == NONE
+            and "genai" in options.peers
+            and "llama" not in options.peers
+        ):
+            raise ConfigError("genai reads a file that llama converts: add --peer llama")
     return options, experiment
+
+
+def _peers_of(cell: grid.Cell, names: Sequence[str]) -> list[str]:
+    """Returns which of the peers decode a cell's weights."""
+    floating, file = has_float_weights(cell), is_gguf(cell.target)
+    return [name for name in names if (floating if name == "huggingface" else file)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -290,11 +316,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             [grid.plain_of(group[0]), *(cell for cell in group if not cell.is_plain)]
             for group in grid.groups(experiment)
         ]
-        readers, hf = {}, None
-        if any(has_float_weights(group[0]) for group in groups):
-            hf = Peer(options.environments, "huggingface")
-        if any(is_gguf(group[0].target) for group in groups):
-            readers = {module: Peer(options.environments, module) for module in READERS}
+        names = {name for group in groups for name in _peers_of(group[0], options.peers)}
+        peers = {name: Peer(options.environments, name) for name in PEERS if name in names}
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -310,15 +333,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for group in same:
                 prompts = bench.prompts(group[0]).tolist()
                 made = magicjax_calls(bench, group)
-                if hf is not None and has_float_weights(group[0]):
+                chosen = {name: peers[name] for name in _peers_of(group[0], options.peers)}
+                if hf := chosen.pop("huggingface", None):
                     made |= hf_calls(hf, options.compiled, group, prompts, folder)
-                if is_gguf(group[0].target):
-                    made |= reader_calls(readers, group, prompts, options.environments)
+                made |= reader_calls(chosen, group, prompts, options.environments)
                 calls.append(made)
             runs = time_calls(calls, experiment.repeats, bar)
             rows += compare(bench, [group[0] for group in same], runs)
-    peers = [peer for peer in (hf, *readers.values()) if peer is not None]
-    versions = {name: v for peer in peers for name, v in peer.versions.items()}
+    versions = {name: v for peer in peers.values() for name, v in peer.versions.items()}
     path = folder / "peers.json"
     record = {"versions": versions, "device": device_name(), "rows": rows}
     write_atomically(path, json.dumps(record, indent=1) + "\n")

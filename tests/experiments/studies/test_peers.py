@@ -101,6 +101,8 @@ def test_a_different_row_is_counted_and_located(main, monkeypatch):
         ("--temperature 1", "temperature is not"),
         ("--target a.gguf --target_weights int8", "target_weights=int8 is not supported here"),
         ("--environments no-such-folder", "no-such-folder/huggingface/bin/python does not exist"),
+        ("--peer llama", "llama cannot decode"),
+        ("--peer genai --target a.gguf --target_weights none", "add --peer llama"),
     ],
 )
 def test_invalid_options_are_refused_with_the_remedy(options, message, capsys):
@@ -123,6 +125,14 @@ def test_peers_read_the_values_of_the_target_or_its_stored_weights(main, tmp_pat
     names = {re.sub("-[0-9a-f]{8}[.]", ".", pathlib.Path(r["file"]).name) for r in requests}
     stored = "SmolLM2-135M-Instruct.Q4_1"
     assert names == {f"{stored}{end}.gguf" for end in ("", ".float32", ".float16")}
+
+
+def test_only_the_named_peers_run(main, tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "hf_calls", lambda *_: {})
+    lines = "target: smollm2\ntarget_weights: none"
+    rows, _ = main(lines, "--environments", str(tmp_path), "--peer", "huggingface")
+    assert [peer.module for peer in ScriptedPeer.made] == ["huggingface"]
+    assert all(r["method"].startswith("magicjax") for r in rows)
 
 
 def test_peers_draft_with_the_file_of_the_small_model(tmp_path, monkeypatch):
