@@ -14,12 +14,12 @@ import numpy as np
 
 from models.quantized_checkpoints import pack
 
-Type = gguf.GGMLQuantizationType
-TWOS = np.array([0, 2, 4, 6], np.uint8)[:, None]  # shifts to the pairs of bits of a byte
+GgmlType = gguf.GGMLQuantizationType
+TWO_BIT_SHIFTS = np.array([0, 2, 4, 6], np.uint8)[:, None]  # shifts to the pairs of bits of a byte
 IQ4_NL = np.array(gguf.quants.IQ4_NL.kvalues) + 128
 
 
-class Kind(NamedTuple):
+class BlockFormat(NamedTuple):
     """A block format.
 
     Attributes:
@@ -57,65 +57,65 @@ class Kind(NamedTuple):
         return parts if minima is None else parts | {"weight_min": minima}
 
 
-def _halves(blocks: np.ndarray, first: int) -> np.ndarray:
-    """Returns [R, G] of the 16-bit numbers that begin at byte `first` of blocks [R, G, N]."""
-    return np.ascontiguousarray(blocks[..., first : first + 2]).view("<f2")[..., 0]
+def _float16(blocks: np.ndarray, offset: int) -> np.ndarray:
+    """Returns [R, G] of the 16-bit numbers that begin at byte `offset` of blocks [R, G, N]."""
+    return np.ascontiguousarray(blocks[..., offset : offset + 2]).view("<f2")[..., 0]
 
 
 def _blocks(stored: np.ndarray, size: int) -> np.ndarray:
     return stored.reshape(len(stored), -1, size)
 
 
-def _nibbles(octets: np.ndarray) -> np.ndarray:
+def _nibbles(packed: np.ndarray) -> np.ndarray:
     """Returns [R, G * 32] of [R, G, 16]: first the low halves of a block, then the high ones."""
-    return np.concatenate([octets & 15, octets >> 4], -1).reshape(len(octets), -1)
+    return np.concatenate([packed & 15, packed >> 4], -1).reshape(len(packed), -1)
 
 
 def _q4_0(stored):
     blocks = _blocks(stored, 18)
-    return _nibbles(blocks[..., 2:]), _halves(blocks, 0), None
+    return _nibbles(blocks[..., 2:]), _float16(blocks, 0), None
 
 
 def _q4_1(stored):
     blocks = _blocks(stored, 20)
-    return _nibbles(blocks[..., 4:]), _halves(blocks, 0), _halves(blocks, 2)
+    return _nibbles(blocks[..., 4:]), _float16(blocks, 0), _float16(blocks, 2)
 
 
 def _q8_0(stored):
     blocks = _blocks(stored, 34)
-    return (blocks[..., 2:] ^ 128).reshape(len(stored), -1), _halves(blocks, 0), None
+    return (blocks[..., 2:] ^ 128).reshape(len(stored), -1), _float16(blocks, 0), None
 
 
 def _iq4_nl(stored):
     blocks = _blocks(stored, 18)
-    return IQ4_NL[_nibbles(blocks[..., 2:])].astype(np.uint8), _halves(blocks, 0), None
+    return IQ4_NL[_nibbles(blocks[..., 2:])].astype(np.uint8), _float16(blocks, 0), None
 
 
-def _fives(octets):
+def _five_bit(packed):
     """Returns [R, G * 32] of [R, G, 20]: 4 bytes with the fifth bits, and 16 as in `_nibbles`."""
-    fifth = np.unpackbits(octets[..., :4], axis=-1, bitorder="little")
-    return _nibbles(octets[..., 4:]) | fifth.reshape(len(octets), -1) << 4
+    fifth_bits = np.unpackbits(packed[..., :4], axis=-1, bitorder="little")
+    return _nibbles(packed[..., 4:]) | fifth_bits.reshape(len(packed), -1) << 4
 
 
 def _q5_0(stored):
     blocks = _blocks(stored, 22)
-    return _fives(blocks[..., 2:]) + np.uint8(128 - 16), _halves(blocks, 0), None
+    return _five_bit(blocks[..., 2:]) + np.uint8(128 - 16), _float16(blocks, 0), None
 
 
 def _q5_1(stored):
     blocks = _blocks(stored, 24)
-    return _fives(blocks[..., 4:]), _halves(blocks, 0), _halves(blocks, 2)
+    return _five_bit(blocks[..., 4:]), _float16(blocks, 0), _float16(blocks, 2)
 
 
-def _scaled(blocks, first, integers):
-    """Returns [R, G * N] of integers [R, G, N] times the 16-bit numbers that begin at `first`."""
-    wide = _halves(blocks, first)[..., None] * integers.astype(np.float32)
-    return wide.reshape(len(blocks), -1)
+def _scaled(blocks, offset, integers):
+    """Returns [R, G * N] of integers [R, G, N] times the 16-bit numbers that begin at `offset`."""
+    products = _float16(blocks, offset)[..., None] * integers.astype(np.float32)
+    return products.reshape(len(blocks), -1)
 
 
-def _sixes(blocks):
+def _six_bit_scales(blocks):
     """Returns scales and minima of Q4_K and Q5_K: 6-bit integers times two 16-bit numbers."""
-    low, high, both = (blocks[..., first : first + 4] for first in (4, 8, 12))
+    low, high, both = (blocks[..., offset : offset + 4] for offset in (4, 8, 12))
     scales = np.concatenate([low & 63, (both & 15) | (low >> 6 << 4)], -1)
     minima = np.concatenate([high & 63, (both >> 4) | (high >> 6 << 4)], -1)
     return _scaled(blocks, 0, scales), -_scaled(blocks, 2, minima)
@@ -124,29 +124,29 @@ def _sixes(blocks):
 def _q4_k(stored):
     """Blocks of 256: 8 groups."""
     blocks = _blocks(stored, 144)
-    return _nibbles(blocks[..., 16:].reshape(len(stored), -1, 32)), *_sixes(blocks)
+    return _nibbles(blocks[..., 16:].reshape(len(stored), -1, 32)), *_six_bit_scales(blocks)
 
 
 def _q5_k(stored):
     """Blocks of 256: 8 groups, whose fifth bits are bits of 32 bytes."""
     blocks = _blocks(stored, 176)
     values = _nibbles(blocks[..., 48:].reshape(len(stored), -1, 32))
-    fifth = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
-    return values | fifth.reshape(values.shape) << 4, *_sixes(blocks)
+    fifth_bits = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    return values | fifth_bits.reshape(values.shape) << 4, *_six_bit_scales(blocks)
 
 
-def _twos(octets):
+def _two_bit(packed):
     """Returns [R, G, 256] of [R, G, 64]: in each half four times 32 values, the low bits first."""
-    halves = octets.reshape(*octets.shape[:2], 2, 1, 32)
-    return (halves >> TWOS & 3).reshape(*octets.shape[:2], 256)
+    halves = packed.reshape(*packed.shape[:2], 2, 1, 32)
+    return (halves >> TWO_BIT_SHIFTS & 3).reshape(*packed.shape[:2], 256)
 
 
 def _q2_k(stored):
     """Blocks of 256: 16 groups, whose 4-bit scales and minima multiply two 16-bit numbers."""
     blocks = _blocks(stored, 84)
-    values, both = _twos(blocks[..., 16:80]), blocks[..., :16]
-    minima = -_scaled(blocks, 82, both >> 4)
-    return values.reshape(len(stored), -1), _scaled(blocks, 80, both & 15), minima
+    values, scales_and_minima = _two_bit(blocks[..., 16:80]), blocks[..., :16]
+    minima = -_scaled(blocks, 82, scales_and_minima >> 4)
+    return values.reshape(len(stored), -1), _scaled(blocks, 80, scales_and_minima & 15), minima
 
 
 def _q3_k(stored):
@@ -155,11 +155,11 @@ def _q3_k(stored):
     The third bits of values, minus 4, are bits of 32 bytes.
     """
     blocks = _blocks(stored, 110)
-    third = blocks[..., None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1
-    values = _twos(blocks[..., 32:96]) | third.reshape(*blocks.shape[:2], 256) << 2
+    third_bits = blocks[..., None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    values = _two_bit(blocks[..., 32:96]) | third_bits.reshape(*blocks.shape[:2], 256) << 2
     low, high = blocks[..., 96:104], blocks[..., None, 104:108]
-    fours = np.concatenate([low & 15, low >> 4], -1)
-    scales = fours | (high >> TWOS & 3).reshape(fours.shape) << 4
+    low_bits = np.concatenate([low & 15, low >> 4], -1)
+    scales = low_bits | (high >> TWO_BIT_SHIFTS & 3).reshape(low_bits.shape) << 4
     values = values.reshape(len(stored), -1) + np.uint8(8 - 4)
     return values, _scaled(blocks, 108, scales.astype(np.int8) - 32), None
 
@@ -172,8 +172,8 @@ def _q6_k(stored):
     blocks = _blocks(stored, 210)
     low = blocks[..., :128].reshape(len(stored), -1, 2, 64)
     high = blocks[..., 128:192].reshape(len(stored), -1, 2, 1, 32)
-    fours = np.concatenate([low & 15, low >> 4], -1).reshape(*low.shape[:-1], 4, 32)
-    values = (fours | (high >> TWOS & 3) << 4) + np.uint8(128 - 32)
+    low_bits = np.concatenate([low & 15, low >> 4], -1).reshape(*low.shape[:-1], 4, 32)
+    values = (low_bits | (high >> TWO_BIT_SHIFTS & 3) << 4) + np.uint8(128 - 32)
     scales = _scaled(blocks, 208, blocks[..., 192:208].view(np.int8))
     return values.reshape(len(stored), -1), scales, None
 
@@ -189,16 +189,16 @@ def mxfp4(stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return codes[..., ::2] | codes[..., 1::2] << 4, blocks[..., 0]
 
 
-KINDS = {
-    Type.Q4_0: Kind(4, 32, _q4_0),
-    Type.Q4_1: Kind(4, 32, _q4_1, has_minima=True),
-    Type.Q5_0: Kind(8, 32, _q5_0),
-    Type.Q5_1: Kind(8, 32, _q5_1, has_minima=True),
-    Type.Q8_0: Kind(8, 32, _q8_0),
-    Type.IQ4_NL: Kind(8, 32, _iq4_nl),
-    Type.Q2_K: Kind(4, 16, _q2_k, has_minima=True, dtype="F32"),
-    Type.Q3_K: Kind(4, 16, _q3_k, dtype="F32"),
-    Type.Q4_K: Kind(4, 32, _q4_k, has_minima=True, dtype="F32"),
-    Type.Q5_K: Kind(8, 32, _q5_k, has_minima=True, dtype="F32"),
-    Type.Q6_K: Kind(8, 16, _q6_k, dtype="F32"),
+BLOCK_FORMATS = {
+    GgmlType.Q4_0: BlockFormat(4, 32, _q4_0),
+    GgmlType.Q4_1: BlockFormat(4, 32, _q4_1, has_minima=True),
+    GgmlType.Q5_0: BlockFormat(8, 32, _q5_0),
+    GgmlType.Q5_1: BlockFormat(8, 32, _q5_1, has_minima=True),
+    GgmlType.Q8_0: BlockFormat(8, 32, _q8_0),
+    GgmlType.IQ4_NL: BlockFormat(8, 32, _iq4_nl),
+    GgmlType.Q2_K: BlockFormat(4, 16, _q2_k, has_minima=True, dtype="F32"),
+    GgmlType.Q3_K: BlockFormat(4, 16, _q3_k, dtype="F32"),
+    GgmlType.Q4_K: BlockFormat(4, 32, _q4_k, has_minima=True, dtype="F32"),
+    GgmlType.Q5_K: BlockFormat(8, 32, _q5_k, has_minima=True, dtype="F32"),
+    GgmlType.Q6_K: BlockFormat(8, 16, _q6_k, dtype="F32"),
 }

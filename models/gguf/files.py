@@ -6,8 +6,8 @@ tensors of such a directory to those of Hugging Face format; they are memory-map
 the config, `tensor_mapping` the tensors, `tokenizer` the tokenizer.
 
 On a CPU with the native kernels, matrices stay in the file's types (`packed_types`). Elsewhere,
-those of the model's blocks in types of `blocks.KINDS` become integers with float32 scales, and
-gpt-oss's experts stay in MXFP4; all others become float32.
+those of the model's blocks in types of `blocks.BLOCK_FORMATS` become integers with float32 scales,
+and gpt-oss's experts stay in MXFP4; all others become float32.
 """
 
 import dataclasses
@@ -25,12 +25,12 @@ from tokenizers import Tokenizer
 from models.decoder_config import DecoderConfig
 from models.eagle_checkpoints import tensors_of
 from models.gguf.metadata import decoder_config, special_tokens
-from models.gguf.tensor_mapping import HEAD, map_tensors
+from models.gguf.tensor_mapping import MTP_PROJECTION, map_tensors
 from models.gguf.tensors import Experts, FileTensor, Weight
 from models.gguf.tokenizer import read_tokenizer
 from models.hf_config_writing import write_config
 from models.hf_tensors import GGUF_INDEX, check_not_pointer
-from models.mtp_checkpoints import PREFIX as MTP
+from models.mtp_checkpoints import PREFIX as MTP_PREFIX
 from models.quantized import MatrixFormats, check_fits
 from pallas_kernels.cpu.packed import OUTPUTS
 
@@ -80,22 +80,24 @@ def _open(path: str | os.PathLike) -> gguf.GGUFReader:
         return gguf.GGUFReader(path)
     except (ValueError, IndexError, KeyError, OverflowError) as error:
         if gguf.GGMLQuantizationType.__name__ in str(error):
-            raise ValueError(f"{path} has an unknown tensor type: {error}; {_remedy()}") from error
+            raise ValueError(
+                f"{path} has an unknown tensor type: {error}; {_type_remedy()}"
+            ) from error
         raise ValueError(
             f"{path} is not a complete GGUF file (it has {os.path.getsize(path)} bytes): {error}; "
             "download it again"
         ) from error
 
 
-def _remedy() -> str:
+def _type_remedy() -> str:
     return "upgrade the package gguf, or load a file with other tensor types, such as Q8_0 or F16"
 
 
 def _read(reader: gguf.GGUFReader, path: str) -> GgufModel:
     metadata = {name: field.contents() for name, field in reader.fields.items()}
-    if (parts := metadata.get("split.count", 1)) > 1:
+    if (num_files := metadata.get("split.count", 1)) > 1:
         raise ValueError(
-            f"the file is one of {parts} parts: merge them with llama-gguf-split --merge"
+            f"the file is one of {num_files} parts: merge them with llama-gguf-split --merge"
         )
     tensors = {
         tensor.name: FileTensor(
@@ -112,17 +114,17 @@ def _read(reader: gguf.GGUFReader, path: str) -> GgufModel:
     weights = map_tensors(config, tensors)
     _check_types(weights)
     tokenizer = read_tokenizer(metadata)
-    tokens = 0 if tokenizer is None else tokenizer[0].get_vocab_size()
-    if tokens > config.vocab_size:
+    num_tokens = 0 if tokenizer is None else tokenizer[0].get_vocab_size()
+    if num_tokens > config.vocab_size:
         raise ValueError(
-            f"tokenizer.ggml.tokens has {tokens} tokens, and token_embd.weight has "
+            f"tokenizer.ggml.tokens has {num_tokens} tokens, and token_embd.weight has "
             f"{config.vocab_size} rows: the file is damaged, or its tokenizer is another model's: "
             "download it again"
         )
     return GgufModel(config, weights, special_tokens(metadata), tokenizer, tensors)
 
 
-def _octets(tensor: FileTensor) -> int:
+def _block_bytes(tensor: FileTensor) -> int:
     """Returns the bytes of a block of a tensor."""
     return gguf.GGML_QUANT_SIZES[tensor.tensor_type][1]
 
@@ -132,11 +134,11 @@ def _check_types(weights: Mapping[str, Weight | Experts]) -> None:
     sources = (source for weight in weights.values() for source in weight.sources)
     for tensor in {source.tensor_type: source for source in sources}.values():
         try:
-            gguf.dequantize(tensor.data[..., : _octets(tensor)], tensor.tensor_type)
+            gguf.dequantize(tensor.data[..., : _block_bytes(tensor)], tensor.tensor_type)
         except NotImplementedError as error:
             raise ValueError(
                 f"{tensor.name} has type {tensor.tensor_type.name}, which the package gguf cannot "
-                f"dequantize: {_remedy()}"
+                f"dequantize: {_type_remedy()}"
             ) from error
 
 
@@ -150,10 +152,10 @@ def write_directory(model: GgufModel, path: str | os.PathLike) -> None:
     config["quantization_config"] = {"quant_method": "gguf"}
     tensors = model.tensors.values()
     file = pathlib.Path(next(iter(tensors)).file).absolute()
-    where = file.name if file.parent == path.absolute() else str(file)
-    index = [(x.name, x.shape, x.type_name, x.offset, x.size) for x in tensors]
+    file_path = file.name if file.parent == path.absolute() else str(file)
+    entries = [(x.name, x.shape, x.type_name, x.offset, x.size) for x in tensors]
     contents: dict[str, Any] = {"config.json": config, "generation_config.json": model.special}
-    contents[GGUF_INDEX] = {"file": where, "identity": _identity(file), "tensors": index}
+    contents[GGUF_INDEX] = {"file": file_path, "identity": _identity(file), "tensors": entries}
     if model.tokenizer is not None:
         tokenizer, contents["tokenizer_config.json"] = model.tokenizer
         tokenizer.save(str(path / "tokenizer.json"))
@@ -184,11 +186,13 @@ def head_names(path: pathlib.Path) -> list[str]:
     They are in Hugging Face format, of a directory of `write_directory`.
     """
     index = json.loads((path / GGUF_INDEX).read_text(encoding="utf-8"))
-    return [f"{MTP}{name}" for name, *_ in index["tensors"] if HEAD.fullmatch(name)]
+    return [
+        f"{MTP_PREFIX}{name}" for name, *_ in index["tensors"] if MTP_PROJECTION.fullmatch(name)
+    ]
 
 
 def _identity(file: pathlib.Path) -> list[int]:
-    """Returns what a change of a file changes: its size and the time of its last change, in ns."""
+    """Returns a file's size in bytes and the time of its last change in ns."""
     return [file.stat().st_size, file.stat().st_mtime_ns]
 
 
@@ -218,12 +222,12 @@ def packed_types(path: pathlib.Path, config: DecoderConfig, to: str | None = Non
         weight = weights[tensor.name]
         if tensor.matrix is None or not isinstance(weight, Weight):
             continue
-        rows = np.arange(weight.stored.shape[0])
+        rows = np.arange(weight.source.shape[0])
         rows = rows if tensor.fused is None else tensor.fused.part(rows)
-        kind = weight.packed_type
+        type_name = weight.packed_type
         if to is not None and tensor.is_block_matrix:
-            check_fits(to, tensor.matrix, len(rows), weight.stored.shape[1])
-            kind = to
-        if kind is not None and len(rows) % OUTPUTS == 0:
-            types.append((tensor.matrix, kind))
+            check_fits(to, tensor.matrix, len(rows), weight.source.shape[1])
+            type_name = to
+        if type_name is not None and len(rows) % OUTPUTS == 0:
+            types.append((tensor.matrix, type_name))
     return MatrixFormats(tuple(types))

@@ -11,8 +11,7 @@ import numpy as np
 from models.decoder_config import DecoderConfig
 from models.families import FAMILIES
 from models.gguf.tensors import FileTensor
-from models.gguf.tokenizer import Type as TokenType
-from models.gguf.tokenizer import unsupported
+from models.gguf.tokenizer import TokenType, unsupported
 from models.hf_config import read_config
 from models.hf_config_parts import FULL, SLIDING
 from models.positions import Rope, frequencies
@@ -34,33 +33,33 @@ ARCHITECTURES = {
 }
 MIXTRAL = "mixtral"  # the family of a "llama" with experts
 # Layers of Gemma's largest models, whose queries have another scale.
-LARGEST_GEMMA = {"gemma2": 46, "gemma3_text": 62}
+LARGEST_GEMMA_LAYERS = {"gemma2": 46, "gemma3_text": 62}
 # Settings of which one value is supported.
-FIXED = {
+SUPPORTED_VALUES = {
     "attention.causal": True,
     "rope.scaling.attn_factor": 1.0,
     "rope.scaling.yarn_attn_factor": 1.0,
     "rope.scaling.yarn_ext_factor": 1.0,
     "attention.max_alibi_bias": 8.0,
 }
-HARMLESS = ("rope.scaling.finetuned", "tensor_data_layout")
-ENDS = ("eos", "eot", "eom")  # end of text, turn and message
+IGNORED = ("rope.scaling.finetuned", "tensor_data_layout")
+END_KEYS = ("eos", "eot", "eom")  # end of text, turn and message
 # Ends of turns that files may not name, and by whose text llama.cpp finds them.
-END_TOKENS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|return|>", "<|call|>")
+END_OF_TURN_TOKENS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|return|>", "<|call|>")
 ROPE_FREQS = "rope_freqs.weight"
-PATTERN = "attention.sliding_window_pattern"
-SECTIONS = "rope.dimension_sections"
-_GEMMA_4 = (
+WINDOW_PATTERN = "attention.sliding_window_pattern"
+ROPE_SECTIONS = "rope.dimension_sections"
+_GEMMA_4_REQUIRED = (
     *("attention.key_length", "attention.key_length_swa", "rope.freq_base", "rope.freq_base_swa"),
-    *("attention.sliding_window", PATTERN, "attention.head_count_kv", "feed_forward_length"),
+    *("attention.sliding_window", WINDOW_PATTERN, "attention.head_count_kv", "feed_forward_length"),
 )
 # Sizes that must be equal.
-_GEMMA_4_SIZES = {
+_GEMMA_4_EQUAL_SIZES = {
     "attention.value_length": "attention.key_length",
     "attention.value_length_swa": "attention.key_length_swa",
     "rope.dimension_count_swa": "attention.key_length_swa",
 }
-_ENDS = {FULL: "", SLIDING: "_swa"}  # of names of settings
+_SETTING_SUFFIXES = {FULL: "", SLIDING: "_swa"}  # of names of settings
 
 
 def decoder_config(metadata: Mapping[str, Any], tensors: Mapping[str, FileTensor]) -> DecoderConfig:
@@ -74,24 +73,34 @@ def decoder_config(metadata: Mapping[str, Any], tensors: Mapping[str, FileTensor
     if architecture not in ARCHITECTURES:
         raise unsupported("general.architecture", architecture, ARCHITECTURES)
     prefix = f"{architecture}."
-    own = {name.removeprefix(prefix): x for name, x in metadata.items() if name.startswith(prefix)}
-    raw = _of_gemma_4(own, tensors) if architecture == "gemma4" else {}
-    settings = {name: _decimal(_of_all_layers(prefix + name, value)) for name, value in own.items()}
+    settings = {
+        name.removeprefix(prefix): value
+        for name, value in metadata.items()
+        if name.startswith(prefix)
+    }
+    raw = _gemma_4_keys(settings, tensors) if architecture == "gemma4" else {}
+    settings = {
+        name: _shortest_decimal(_same_in_all_layers(prefix + name, value))
+        for name, value in settings.items()
+    }
 
-    def need(name: str) -> Any:
+    def pop_required(name: str) -> Any:
         if name not in settings:
             raise ValueError(f"{prefix}{name} is missing: the file is damaged or too old")
         return settings.pop(name)
 
     if "token_embd.weight" not in tensors:
         raise ValueError("token_embd.weight is missing: the file holds no language model")
-    hidden, heads = need("embedding_length"), need("attention.head_count")
-    head_dim = settings.pop("attention.key_length", hidden // heads)
-    family, kv_heads = ARCHITECTURES[architecture], settings.pop("attention.head_count_kv", heads)
-    rotated = settings.pop("rope.dimension_count", head_dim)
+    hidden_size, num_heads = pop_required("embedding_length"), pop_required("attention.head_count")
+    head_dim = settings.pop("attention.key_length", hidden_size // num_heads)
+    family, num_kv_heads = (
+        ARCHITECTURES[architecture],
+        settings.pop("attention.head_count_kv", num_heads),
+    )
+    rotary_dim = settings.pop("rope.dimension_count", head_dim)
     sizes = {"attention.value_length": settings.pop("attention.value_length", head_dim)}
     if "partial_rotary_factor" not in FAMILIES[family].defaults:
-        sizes["rope.dimension_count"] = rotated
+        sizes["rope.dimension_count"] = rotary_dim
     for name, size in sizes.items():
         if size != head_dim:
             raise ValueError(f"{prefix}{name}={size} is not supported: it must be {head_dim}")
@@ -101,57 +110,62 @@ def decoder_config(metadata: Mapping[str, Any], tensors: Mapping[str, FileTensor
             "directory"
         )
     settings.pop("vocab_size", None)  # the embedding has as many rows
-    rms = f"{prefix}attention.layer_norm_rms_epsilon" in metadata
-    experts, per_token = (settings.pop(f"expert_{n}count", 0) for n in ("", "used_"))
-    if experts and family == "llama":
+    is_rms = f"{prefix}attention.layer_norm_rms_epsilon" in metadata
+    num_experts, experts_per_token = (settings.pop(f"expert_{n}count", 0) for n in ("", "used_"))
+    if num_experts and family == "llama":
         family = MIXTRAL
-    if bool(experts) != ("num_experts" in FAMILIES[family].keys.values()):
-        raise ValueError(f"{prefix}expert_count={experts} is not supported for {architecture}")
-    own_size = "expert_" if experts and family != MIXTRAL else ""
-    if own_size:
+    if bool(num_experts) != ("num_experts" in FAMILIES[family].keys.values()):
+        raise ValueError(f"{prefix}expert_count={num_experts} is not supported for {architecture}")
+    mlp_prefix = "expert_" if num_experts and family != MIXTRAL else ""
+    if mlp_prefix:
         settings.pop("feed_forward_length", None)  # of layers without experts
-    heads_of_mtp = settings.pop("nextn_predict_layers", 0)
-    if heads_of_mtp > 1:
-        raise ValueError(f"{prefix}nextn_predict_layers={heads_of_mtp} is not supported: at most 1")
+    mtp_layers = settings.pop("nextn_predict_layers", 0)
+    if mtp_layers > 1:
+        raise ValueError(f"{prefix}nextn_predict_layers={mtp_layers} is not supported: at most 1")
     fields = {
         "vocab_size": tensors["token_embd.weight"].shape[0],
-        "hidden_size": hidden,
-        "intermediate_size": need(f"{own_size}feed_forward_length"),
-        "num_experts": experts,
-        "experts_per_token": per_token,
-        "num_layers": need("block_count") - heads_of_mtp,
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
+        "hidden_size": hidden_size,
+        "intermediate_size": pop_required(f"{mlp_prefix}feed_forward_length"),
+        "num_experts": num_experts,
+        "experts_per_token": experts_per_token,
+        "num_layers": pop_required("block_count") - mtp_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
-        "max_positions": need("context_length"),
-        "norm_eps": need(f"attention.layer_norm_{'rms_' if rms else ''}epsilon"),
+        "max_positions": pop_required("context_length"),
+        "norm_eps": pop_required(f"attention.layer_norm_{'rms_' if is_rms else ''}epsilon"),
         "tie_embeddings": "output.weight" not in tensors,
         "out_bias": any(name.endswith("attn_q.bias") for name in tensors),
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
     }
-    raw |= {"model_type": family} | _of_family(family, fields, settings, tensors)
+    raw |= {"model_type": family} | _family_keys(family, fields, settings, tensors)
     if "delta_net" in FAMILIES[family].parts:
-        raw |= _of_delta_net(family, rotated, settings, need)
+        raw |= _delta_net_keys(family, rotary_dim, settings, pop_required)
     if {"rope", "rope_or_alibi", "two_ropes"} & set(FAMILIES[family].parts):
-        raw["rope_parameters"] = _rope(settings, need, tensors.get(ROPE_FREQS), head_dim)
+        raw["rope_parameters"] = _rope_parameters(
+            settings, pop_required, tensors.get(ROPE_FREQS), head_dim
+        )
         if family == "gpt_oss" and raw["rope_parameters"]["rope_type"] == "yarn":
             raw["rope_parameters"]["truncate"] = False
         if "partial_rotary_factor" in FAMILIES[family].defaults:
-            raw["rope_parameters"]["partial_rotary_factor"] = rotated / head_dim
+            raw["rope_parameters"]["partial_rotary_factor"] = rotary_dim / head_dim
     for name, value in settings.items():
-        if name not in HARMLESS and (name not in FIXED or value != FIXED[name]):
-            remedy = f"it must be {FIXED[name]}" if name in FIXED else "it is not known"
+        if name not in IGNORED and (
+            name not in SUPPORTED_VALUES or value != SUPPORTED_VALUES[name]
+        ):
+            known = name in SUPPORTED_VALUES
+            remedy = f"it must be {SUPPORTED_VALUES[name]}" if known else "it is not known"
             raise ValueError(f"{prefix}{name}={value!r} is not supported: {remedy}")
     config = read_config(raw)
-    if (config.num_kv_heads, config.head_dim) != (kv_heads, head_dim):
+    if (config.num_kv_heads, config.head_dim) != (num_kv_heads, head_dim):
         raise ValueError(
-            f"{prefix}attention.head_count_kv={kv_heads} with heads of size {head_dim} is not "
+            f"{prefix}attention.head_count_kv={num_kv_heads} with heads of size {head_dim} is not "
             f"supported: it must be {config.num_kv_heads}, of size {config.head_dim}"
         )
     return config
 
 
-def _of_family(
+def _family_keys(
     family: str,
     fields: Mapping[str, Any],
     settings: dict[str, Any],
@@ -160,23 +174,23 @@ def _of_family(
     """Returns the keys of a family's config.json, except the rotary ones; takes from `settings`."""
     keys = {key: FAMILIES[family].fields(key)[-1] for key in FAMILIES[family].keys}
     raw = {key: fields[name] for key, name in keys.items() if name in fields}
-    heads, kv_heads = fields["num_heads"], fields["num_kv_heads"]
+    num_heads, num_kv_heads = fields["num_heads"], fields["num_kv_heads"]
     if {"window", "alternating_window"} & set(FAMILIES[family].parts):
         name = "attention.sliding_window"
         if family == "gpt_oss" and not settings.get(name):
             raise ValueError(f"gpt-oss.{name} is missing: the file is damaged or too old")
         default = 4096 if family == "gemma2" else None  # llama.cpp's
         raw["sliding_window"] = settings.pop(name, default)
-    if "alternating_window" in FAMILIES[family].parts and PATTERN in settings:
-        pattern = settings.pop(PATTERN)
+    if "alternating_window" in FAMILIES[family].parts and WINDOW_PATTERN in settings:
+        pattern = settings.pop(WINDOW_PATTERN)
         if isinstance(pattern, list):  # whether each layer has the window
-            raw["layer_types"] = [SLIDING if slides else FULL for slides in pattern]
+            raw["layer_types"] = [SLIDING if is_sliding else FULL for is_sliding in pattern]
         else:
             raw["sliding_window_pattern"] = pattern
-    if family in LARGEST_GEMMA:
-        raw |= _of_gemma(family, fields, settings)
+    if family in LARGEST_GEMMA_LAYERS:
+        raw |= _gemma_keys(family, fields, settings)
     if family == "granite":
-        raw |= _of_granite(fields, settings)
+        raw |= _granite_keys(fields, settings)
     if family == "olmo2" and (window := settings.get("attention.sliding_window")):
         raise ValueError(
             f"olmo2.attention.sliding_window={window} (OLMo 3) is not supported: load the model's "
@@ -185,18 +199,18 @@ def _of_family(
     if family in ("qwen3_moe", "qwen3_next"):  # of which llama.cpp normalizes the weights
         raw["norm_topk_prob"] = True
     if family == "gpt_bigcode":
-        raw["multi_query"] = kv_heads == 1
+        raw["multi_query"] = num_kv_heads == 1
     if family == "mpt":
         raw["attn_config"] = {"clip_qkv": settings.pop("attention.clamp_kqv", None)}
     if family == "falcon":
-        norms = 1 + ("blk.0.attn_norm_2.weight" in tensors)
-        new = norms == 2 or kv_heads not in (1, heads)
-        raw |= {"new_decoder_architecture": new, "multi_query": kv_heads == 1}
-        raw |= {"num_kv_heads": kv_heads, "num_ln_in_parallel_attn": norms}
+        num_norms = 1 + ("blk.0.attn_norm_2.weight" in tensors)
+        is_new = num_norms == 2 or num_kv_heads not in (1, num_heads)
+        raw |= {"new_decoder_architecture": is_new, "multi_query": num_kv_heads == 1}
+        raw |= {"num_kv_heads": num_kv_heads, "num_ln_in_parallel_attn": num_norms}
     return raw
 
 
-def _of_gemma(family: str, fields: Mapping[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+def _gemma_keys(family: str, fields: Mapping[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     """Returns keys of which llama.cpp leaves the defaults out of a file."""
     names = {
         "rope_local_base_freq": "rope.freq_base_swa",
@@ -205,34 +219,37 @@ def _of_gemma(family: str, fields: Mapping[str, Any], settings: dict[str, Any]) 
     }
     raw = {key: settings.pop(name) for key, name in names.items() if name in settings}
     head_dim = fields["head_dim"]
-    if fields["num_layers"] == LARGEST_GEMMA[family]:
+    if fields["num_layers"] == LARGEST_GEMMA_LAYERS[family]:
         head_dim = fields["hidden_size"] / fields["num_heads"]
     return {"query_pre_attn_scalar": head_dim, **raw}
 
 
-def _of_gemma_4(settings: dict[str, Any], tensors: Mapping[str, FileTensor]) -> dict[str, Any]:
+def _gemma_4_keys(settings: dict[str, Any], tensors: Mapping[str, FileTensor]) -> dict[str, Any]:
     """Returns what differs between the two kinds of layers, and keys of Gemma 4 alone.
 
     Takes from `settings`, and leaves those of the windowed layers.
     """
-    missing = [name for name in _GEMMA_4 if name not in settings]
+    missing = [name for name in _GEMMA_4_REQUIRED if name not in settings]
     if missing or ROPE_FREQS not in tensors:
         raise ValueError(
             f"gemma4.{(missing or [ROPE_FREQS])[0]} is missing: the file is damaged or too old"
         )
-    slides = settings.pop(PATTERN)
-    full = slides.index(False)
+    is_sliding = settings.pop(WINDOW_PATTERN)
+    first_full = is_sliding.index(False)
     raw: dict[str, Any] = {
-        "layer_types": [SLIDING if windowed else FULL for windowed in slides],
+        "layer_types": [SLIDING if sliding else FULL for sliding in is_sliding],
         "global_head_dim": settings["attention.key_length"],
-        "attention_k_eq_v": f"blk.{full}.attn_v.weight" not in tensors,
+        "attention_k_eq_v": f"blk.{first_full}.attn_v.weight" not in tensors,
         "num_kv_shared_layers": settings.pop("attention.shared_kv_layers", 0),
         "hidden_size_per_layer_input": settings.pop("embedding_length_per_layer_input", 0),
         "vocab_size_per_layer_input": tensors["token_embd.weight"].shape[0],
         "sliding_window": settings.pop("attention.sliding_window"),
         "final_logit_softcapping": settings.pop("final_logit_softcapping", None),
     }
-    for name, size in (("rope.dimension_count", "attention.key_length"), *_GEMMA_4_SIZES.items()):
+    for name, size in (
+        ("rope.dimension_count", "attention.key_length"),
+        *_GEMMA_4_EQUAL_SIZES.items(),
+    ):
         if settings.get(name, settings[size]) != settings[size]:
             raise ValueError(
                 f"gemma4.{name}={settings[name]} is not supported: it must be {settings[size]}"
@@ -241,22 +258,25 @@ def _of_gemma_4(settings: dict[str, Any], tensors: Mapping[str, FileTensor]) -> 
     settings["attention.key_length"] = settings.pop("attention.key_length_swa")
     for name in ("attention.head_count_kv", "feed_forward_length"):
         values = settings[name]
-        values = values if isinstance(values, list) else [values] * len(slides)
-        settings[name] = values[slides.index(True)]
+        values = values if isinstance(values, list) else [values] * len(is_sliding)
+        settings[name] = values[is_sliding.index(True)]
         if name == "feed_forward_length":
             raw["use_double_wide_mlp"] = values[-1] != values[0]
         elif raw["attention_k_eq_v"]:
-            raw["num_global_key_value_heads"] = values[full]
+            raw["num_global_key_value_heads"] = values[first_full]
     divisors = tensors[ROPE_FREQS].dequantized()
-    rotated = int((divisors == 1).sum())
-    if not (divisors[:rotated] == 1).all() or (divisors[rotated:] < 1e29).any():
+    rotated_pairs = int((divisors == 1).sum())
+    if not (divisors[:rotated_pairs] == 1).all() or (divisors[rotated_pairs:] < 1e29).any():
         raise ValueError(f"{ROPE_FREQS} has other divisors than Gemma 4, which is not supported")
-    theta = {kind: _decimal(settings.pop(f"rope.freq_base{end}")) for kind, end in _ENDS.items()}
+    theta = {
+        kind: _shortest_decimal(settings.pop(f"rope.freq_base{suffix}"))
+        for kind, suffix in _SETTING_SUFFIXES.items()
+    }
     raw["rope_parameters"] = {
         FULL: {
             "rope_type": "proportional",
             "rope_theta": theta[FULL],
-            "partial_rotary_factor": rotated / len(divisors),
+            "partial_rotary_factor": rotated_pairs / len(divisors),
         },
         SLIDING: {"rope_type": "default", "rope_theta": theta[SLIDING]},
     }
@@ -270,7 +290,7 @@ def _of_gemma_4(settings: dict[str, Any], tensors: Mapping[str, FileTensor]) -> 
     return raw
 
 
-def _of_granite(fields: Mapping[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+def _granite_keys(fields: Mapping[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
     """Returns the multipliers; llama.cpp does not apply those that a file does not have."""
     name = "rope.scaling.finetuned"
     if not settings.pop(name, True):  # llama.cpp's switch of the rotation
@@ -287,82 +307,84 @@ def _of_granite(fields: Mapping[str, Any], settings: dict[str, Any]) -> dict[str
     return {"attention_multiplier": scale, **multipliers}
 
 
-def _of_delta_net(
-    family: str, rotated: int, settings: dict[str, Any], need: Callable[[str], Any]
+def _delta_net_keys(
+    family: str, rotary_dim: int, settings: dict[str, Any], pop_required: Callable[[str], Any]
 ) -> dict[str, Any]:
     """Returns the sizes of gated delta nets and of the shared expert, and the layers of each kind.
 
     Sections of the rotation are of positions in images, of which those of a text are equal.
     """
-    sections = settings.pop(SECTIONS, None)
-    if sections and any(i >= 3 * sections[i % 3] for i in range(rotated // 2)):
+    sections = settings.pop(ROPE_SECTIONS, None)
+    if sections and any(i >= 3 * sections[i % 3] for i in range(rotary_dim // 2)):
         raise ValueError(
-            f"{SECTIONS}={sections} is not supported: the first three must have all {rotated // 2} "
-            "pairs of rotated elements"
+            f"{ROPE_SECTIONS}={sections} is not supported: the first three must have all "
+            f"{rotary_dim // 2} pairs of rotated elements"
         )
-    heads = need("ssm.time_step_rank")
+    value_heads = pop_required("ssm.time_step_rank")
     raw = {
         "full_attention_interval": settings.pop("full_attention_interval", 4),
-        "linear_conv_kernel_dim": need("ssm.conv_kernel"),
-        "linear_key_head_dim": need("ssm.state_size"),
-        "linear_num_key_heads": need("ssm.group_count"),
-        "linear_num_value_heads": heads,
-        "linear_value_head_dim": need("ssm.inner_size") // heads,
+        "linear_conv_kernel_dim": pop_required("ssm.conv_kernel"),
+        "linear_key_head_dim": pop_required("ssm.state_size"),
+        "linear_num_key_heads": pop_required("ssm.group_count"),
+        "linear_num_value_heads": value_heads,
+        "linear_value_head_dim": pop_required("ssm.inner_size") // value_heads,
     }
     if "shared_expert_intermediate_size" in FAMILIES[family].keys:
-        size = need("expert_shared_feed_forward_length")
+        size = pop_required("expert_shared_feed_forward_length")
         raw["shared_expert_intermediate_size"] = size
     return raw
 
 
-def _of_all_layers(name: str, value: Any) -> Any:
+def _same_in_all_layers(name: str, value: Any) -> Any:
     """Returns the value of a setting, which a file may repeat for each layer.
 
     Raises ValueError for one that differs between layers, except those with other lists.
     """
-    if not isinstance(value, list) or name.endswith((PATTERN, SECTIONS)):
+    if not isinstance(value, list) or name.endswith((WINDOW_PATTERN, ROPE_SECTIONS)):
         return value
     if len(set(value)) != 1:
         raise ValueError(f"{name}={value} is not supported: it must be the same for all layers")
     return value[0]
 
 
-def _decimal(value: Any) -> Any:
+def _shortest_decimal(value: Any) -> Any:
     """Returns a float32 as the shortest decimal number: 1e-05 instead of 9.99999974e-06."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
-def _rope(
+def _rope_parameters(
     settings: dict[str, Any],
-    need: Callable[[str], Any],
-    freqs: FileTensor | None,
+    pop_required: Callable[[str], Any],
+    freq_divisors: FileTensor | None,
     head_dim: int,
 ) -> dict[str, Any]:
     """Returns `rope_parameters`; removes the rotary settings."""
     theta = settings.pop("rope.freq_base", 10000.0)
-    kind = settings.pop("rope.scaling.type", "none")
-    rope = {"rope_theta": theta, "rope_type": "default" if kind == "none" else kind}
-    if kind not in ("none", "linear", "yarn"):
-        raise unsupported("rope.scaling.type", kind, ("none", "linear", "yarn"))
-    if freqs is not None:
-        if kind != "none":
-            raise ValueError(f"rope.scaling.type={kind!r} with {ROPE_FREQS} is not supported")
-        return rope | _llama3(theta, freqs.dequantized(), head_dim)
-    if kind == "none":
+    scaling_type = settings.pop("rope.scaling.type", "none")
+    rope = {"rope_theta": theta, "rope_type": "default" if scaling_type == "none" else scaling_type}
+    if scaling_type not in ("none", "linear", "yarn"):
+        raise unsupported("rope.scaling.type", scaling_type, ("none", "linear", "yarn"))
+    if freq_divisors is not None:
+        if scaling_type != "none":
+            raise ValueError(
+                f"rope.scaling.type={scaling_type!r} with {ROPE_FREQS} is not supported"
+            )
+        return rope | _llama3_scaling(theta, freq_divisors.dequantized(), head_dim)
+    if scaling_type == "none":
         settings.pop("rope.scaling.factor", None)
         settings.pop("rope.scaling.original_context_length", None)
         return rope
-    rope["factor"] = need("rope.scaling.factor")
-    if kind == "yarn":
+    rope["factor"] = pop_required("rope.scaling.factor")
+    if scaling_type == "yarn":
         for name in ("beta_fast", "beta_slow"):
             if (value := settings.pop(f"rope.scaling.yarn_{name}", None)) is not None:
                 rope[name] = value
-        original = need("rope.scaling.original_context_length")
-        rope["original_max_position_embeddings"] = original
+        original_max_positions = pop_required("rope.scaling.original_context_length")
+        rope["original_max_position_embeddings"] = original_max_positions
     return rope
 
 
-def _llama3(theta: float, divisors: np.ndarray, head_dim: int) -> dict[str, Any]:
+def _llama3_scaling(theta: float, divisors: np.ndarray, head_dim: int) -> dict[str, Any]:
     """Returns the settings of Llama 3.1's scaling, of which a file has only the frequencies."""
     rope = Rope(theta, "llama3", float(divisors.max()), original_max_positions=8192)
     expected = frequencies(Rope(theta), head_dim)[0] / frequencies(rope, head_dim)[0]
@@ -382,7 +404,7 @@ def _llama3(theta: float, divisors: np.ndarray, head_dim: int) -> dict[str, Any]
 
 def special_tokens(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Returns bos_token_id, eos_token_id (an id or a list) and pad_token_id; None if not set."""
-    ends = _ends(metadata)
+    ends = _end_token_ids(metadata)
     return {
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
@@ -390,12 +412,12 @@ def special_tokens(metadata: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _ends(metadata: Mapping[str, Any]) -> list[int]:
+def _end_token_ids(metadata: Mapping[str, Any]) -> list[int]:
     """Returns the tokens that end a text or a turn, the one of the text first."""
-    ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ENDS]
+    ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in END_KEYS]
     types = metadata.get("tokenizer.ggml.token_type") or ()
     tokens = metadata.get("tokenizer.ggml.tokens") or ()
-    for i, (token, kind) in enumerate(zip(tokens, types)):
-        if kind == TokenType.CONTROL and token in END_TOKENS:
+    for i, (token, token_type) in enumerate(zip(tokens, types)):
+        if token_type == TokenType.CONTROL and token in END_OF_TURN_TOKENS:
             ids.append(i)
     return list(dict.fromkeys(i for i in ids if i is not None))

@@ -13,11 +13,12 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
 
-SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # GGUF's names
+# GGUF's names.
+SPECIAL_TOKEN_KEYS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 SPACE = "▁"  # SentencePiece's
 
 
-class Type(enum.IntEnum):
+class TokenType(enum.IntEnum):
     """Types of tokens in `tokenizer.ggml.token_type`."""
 
     NORMAL = 1
@@ -49,7 +50,7 @@ def _sequence(*steps: str | pre_tokenizers.PreTokenizer) -> pre_tokenizers.PreTo
     )
 
 
-def _words(digits: str, marks: str = "") -> str:
+def _word_pattern(digits: str, marks: str = "") -> str:
     """Returns the pattern of Llama 3, Qwen 2 and Qwen 3.5.
 
     They differ in the number of digits, and in the characters of a word besides letters.
@@ -62,7 +63,7 @@ def _words(digits: str, marks: str = "") -> str:
     )
 
 
-def _cased_words(contraction: str, digits: str) -> str:
+def _cased_word_pattern(contraction: str, digits: str) -> str:
     """Returns the pattern of o200k and Tekken, which splits words before a capital letter."""
     start = r"[^\r\n\p{L}\p{N}]?"
     upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -71,7 +72,7 @@ def _cased_words(contraction: str, digits: str) -> str:
     return "|".join((*words, *rest))
 
 
-def _characters(ranges: str) -> str:
+def _character_class(ranges: str) -> str:
     """Returns the pattern of one or more characters of ranges, which are hexadecimal."""
     ends = (each.split("-") for each in ranges.split())
     return "[" + "".join("-".join(chr(int(end, 16)) for end in each) for each in ends) + "]+"
@@ -88,8 +89,8 @@ CASED_LETTERS = """
     a722-a76f a771-a787 a78b-a78e ab70-abbf fb00-fb06 fb13-fb17 ff21-ff3a ff41-ff5a 10400-1044f
     104b0-104d3 104d8-104fb 10c80-10cb2 10cc0-10cf2 118a0-118df 1e900-1e943
 """
-PUNCTUATION = _characters("21-2f 3a-7e ff01-ff0f ff1a-ff5e 2018-201f 3000-3002")
-ASIAN = _characters("4e00-9fa5 800-4e00 ac00-d7ff")
+PUNCTUATION = _character_class("21-2f 3a-7e ff01-ff0f ff1a-ff5e 2018-201f 3000-3002")
+ASIAN = _character_class("4e00-9fa5 800-4e00 ac00-d7ff")
 DEEPSEEK_V3 = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"""
     r""" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
@@ -111,27 +112,29 @@ PRE_TOKENIZERS = {
         pre_tokenizers.Digits(individual_digits=False),
         "[0-9][0-9][0-9]",
     ),
-    **dict.fromkeys((*LLAMA3, "smaug-bpe", "dbrx"), _sequence(_words(r"\p{N}{1,3}"), BYTES)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _sequence(_words(r"\p{N}"), BYTES)),
-    "qwen35": _sequence(_words(r"\p{N}", r"\p{M}"), BYTES),
-    "tekken": _sequence(_cased_words("", r"\p{N}"), BYTES),
-    "gpt-4o": _sequence(_cased_words(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?", r"\p{N}{1,3}"), BYTES),
+    **dict.fromkeys((*LLAMA3, "smaug-bpe", "dbrx"), _sequence(_word_pattern(r"\p{N}{1,3}"), BYTES)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _sequence(_word_pattern(r"\p{N}"), BYTES)),
+    "qwen35": _sequence(_word_pattern(r"\p{N}", r"\p{M}"), BYTES),
+    "tekken": _sequence(_cased_word_pattern("", r"\p{N}"), BYTES),
+    "gpt-4o": _sequence(
+        _cased_word_pattern(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?", r"\p{N}{1,3}"), BYTES
+    ),
     "deepseek-llm": _sequence(
-        *("[\r\n]", r"\s?" + _characters(CASED_LETTERS), r"\s?" + PUNCTUATION, r"\s+$", ASIAN),
+        *("[\r\n]", r"\s?" + _character_class(CASED_LETTERS), r"\s?" + PUNCTUATION, r"\s+$", ASIAN),
         *(DIGITS, BYTES),
     ),
     "deepseek-coder": _sequence("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", ASIAN, DIGITS, BYTES),
     "deepseek-v3": _sequence(
-        r"\p{N}{1,3}", _characters("4e00-9fa5 3040-309f 30a0-30ff"), DEEPSEEK_V3, BYTES
+        r"\p{N}{1,3}", _character_class("4e00-9fa5 3040-309f 30a0-30ff"), DEEPSEEK_V3, BYTES
     ),
 }
-WHOLE_WORDS = (
+IGNORE_MERGES = (
     *LLAMA3,
     "smaug-bpe",
     "tekken",
     "gpt-4o",
 )  # a word that is a token is not merged from parts
-NORMALIZED = ("mpt", "qwen2", "qwen35", "deepseek-r1-qwen")  # to NFC
+NFC_NORMALIZED = ("mpt", "qwen2", "qwen35", "deepseek-r1-qwen")
 ADD_BOS = (*LLAMA3, "tekken")  # if the file does not say
 
 
@@ -140,22 +143,22 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, An
 
     Raises ValueError for an unknown kind of tokenizer or pre-tokenizer.
     """
-    kind = metadata.get("tokenizer.ggml.model", "none")
-    if kind in ("none", "no_vocab"):
+    model = metadata.get("tokenizer.ggml.model", "none")
+    if model in ("none", "no_vocab"):
         return None
     readers = {
         "gpt2": _read_byte_level,
         "llama": _read_sentencepiece,
         "gemma4": _read_sentencepiece_merges,
     }
-    if kind not in readers:
-        raise unsupported("tokenizer.ggml.model", kind, readers)
+    if model not in readers:
+        raise unsupported("tokenizer.ggml.model", model, readers)
     if metadata.get("tokenizer.ggml.precompiled_charsmap"):
         raise ValueError(
             "tokenizer.ggml.precompiled_charsmap is set, and SentencePiece's normalization is not "
             "supported: load the model's Hugging Face directory"
         )
-    tokens: list[str] = _need(metadata, "tokens")
+    tokens: list[str] = _require(metadata, "tokens")
     vocab = {token: i for i, token in enumerate(tokens)}
     for i, token in enumerate(tokens):
         if token and vocab[token] != i:  # empty ones have no text
@@ -163,20 +166,23 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, An
                 f"tokenizer.ggml.tokens has {token!r} with the ids {i} and {vocab[token]}: the "
                 "file is damaged; load another file, or the model's Hugging Face directory"
             )
-    types = metadata.get("tokenizer.ggml.token_type") or [Type.NORMAL] * len(tokens)
-    tokenizer = readers[kind](tokens, types, metadata)
-    for special, token_type in ((True, Type.CONTROL), (False, Type.USER_DEFINED)):
+    types = metadata.get("tokenizer.ggml.token_type") or [TokenType.NORMAL] * len(tokens)
+    tokenizer = readers[model](tokens, types, metadata)
+    for special, token_type in ((True, TokenType.CONTROL), (False, TokenType.USER_DEFINED)):
         named = [token for token, each in zip(tokens, types) if each == token_type]
         added = [AddedToken(token, special=special, normalized=False) for token in named]
         (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
-    ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in SPECIAL.items()}
+    ids = {
+        name: metadata.get(f"tokenizer.ggml.{key}_token_id")
+        for name, key in SPECIAL_TOKEN_KEYS.items()
+    }
     for name, index in ids.items():
         if index is not None and index >= len(tokens):
             raise ValueError(
-                f"tokenizer.ggml.{SPECIAL[name]}_token_id={index} exceeds the vocabulary of "
-                f"{len(tokens)} tokens: the file is damaged"
+                f"tokenizer.ggml.{SPECIAL_TOKEN_KEYS[name]}_token_id={index} exceeds the "
+                f"vocabulary of {len(tokens)} tokens: the file is damaged"
             )
-    _add_template(tokenizer, metadata, kind, tokens, ids)
+    _add_post_processor(tokenizer, metadata, model, tokens, ids)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -187,7 +193,7 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, An
     return tokenizer, settings
 
 
-def _need(metadata: Mapping[str, Any], name: str) -> Any:
+def _require(metadata: Mapping[str, Any], name: str) -> Any:
     if (key := f"tokenizer.ggml.{name}") not in metadata:
         raise ValueError(f"{key} is missing: the file is damaged, or too old")
     return metadata[key]
@@ -199,10 +205,10 @@ def _read_byte_level(
     pre = metadata.get("tokenizer.ggml.pre")
     if pre not in PRE_TOKENIZERS:
         raise unsupported("tokenizer.ggml.pre", pre, PRE_TOKENIZERS)
-    merges = [tuple(merge.split(" ", 1)) for merge in _need(metadata, "merges")]
+    merges = [tuple(merge.split(" ", 1)) for merge in _require(metadata, "merges")]
     vocab = {token: i for i, token in enumerate(tokens)}
-    tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=pre in WHOLE_WORDS))
-    if pre in NORMALIZED:
+    tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=pre in IGNORE_MERGES))
+    if pre in NFC_NORMALIZED:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]
     tokenizer.decoder = decoders.ByteLevel()
@@ -214,7 +220,7 @@ def _read_sentencepiece_merges(
 ) -> Tokenizer:
     """Returns the tokenizer of a file that has the merges (Gemma 4)."""
     vocab = {token: i for i, token in enumerate(tokens)}
-    merges = [tuple(merge.split(" ", 1)) for merge in _need(metadata, "merges")]
+    merges = [tuple(merge.split(" ", 1)) for merge in _require(metadata, "merges")]
     unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
     options: Any = dict(unk_token=unknown, fuse_unk=True, byte_fallback=True)
     tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges, **options))
@@ -228,15 +234,15 @@ def _read_sentencepiece(
     tokens: Sequence[str], types: Sequence[int], metadata: Mapping[str, Any]
 ) -> Tokenizer:
     vocab = {token: i for i, token in enumerate(tokens)}
-    merges = _merges(tokens, types, _need(metadata, "scores"))
+    merges = _merges(tokens, types, _require(metadata, "scores"))
     unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
     tokenizer = Tokenizer(
         BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     )
-    prefixed = metadata.get("tokenizer.ggml.add_space_prefix", True)
-    prepend = [normalizers.Prepend(SPACE)] if prefixed else []
+    has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    prepend = [normalizers.Prepend(SPACE)] if has_prefix else []
     tokenizer.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", SPACE)])
-    strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
+    strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
     spaces = decoders.Replace(SPACE, " ")
     tokenizer.decoder = decoders.Sequence(
         [spaces, decoders.ByteFallback(), decoders.Fuse(), *strip]
@@ -252,22 +258,22 @@ def _merges(
     Control, unknown and byte tokens take no part. The order of equal scores is that of
     transformers, which made the published `tokenizer.json` of Llama models.
     """
-    takes_part = (Type.NORMAL, Type.USER_DEFINED)
-    score = {t: s for t, s, kind in zip(tokens, scores, types) if kind in takes_part}
+    mergeable = (TokenType.NORMAL, TokenType.USER_DEFINED)
+    score = {t: s for t, s, token_type in zip(tokens, scores, types) if token_type in mergeable}
     splits = ((token[:i], token[i:]) for token in score for i in range(1, len(token)))
     merges = [(left, right) for left, right in splits if left in score and right in score]
     return sorted(merges, key=lambda m: (score[m[0] + m[1]], len(m[0])), reverse=True)
 
 
-def _add_template(
+def _add_post_processor(
     tokenizer: Tokenizer,
     metadata: Mapping[str, Any],
-    kind: str,
+    model: str,
     tokens: Sequence[str],
     ids: Mapping[str, int | None],
 ) -> None:
     """Adds the BOS and EOS tokens that the file requests; defaults are llama.cpp's."""
-    bos_by_default = kind == "llama" or metadata.get("tokenizer.ggml.pre") in ADD_BOS
+    bos_by_default = model == "llama" or metadata.get("tokenizer.ggml.pre") in ADD_BOS
     adds = {
         "bos": metadata.get("tokenizer.ggml.add_bos_token", bos_by_default),
         "eos": metadata.get("tokenizer.ggml.add_eos_token", False),

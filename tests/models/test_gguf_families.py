@@ -480,7 +480,7 @@ def test_settings_of_gemma_4_that_are_not_supported_are_errors(changes, message,
 
 def test_a_file_of_gemma_2_without_a_window_has_that_of_llama_cpp():
     fields = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "hidden_size": 32, "num_layers": 2}
-    raw = gguf_metadata._of_family("gemma2", fields, {}, {})
+    raw = gguf_metadata._family_keys("gemma2", fields, {}, {})
     assert raw["sliding_window"] == 4096
 
 
@@ -490,7 +490,7 @@ def test_a_file_of_gemma_2_without_a_window_has_that_of_llama_cpp():
 def test_defaults_of_gemma_3_are_those_of_llama_cpp(layers, scale):
     fields = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "hidden_size": 32}
     fields |= {"num_layers": layers, "vocab_size": 10, "intermediate_size": 8}
-    raw = gguf_metadata._of_family("gemma3_text", fields, {"attention.sliding_window": 4}, {})
+    raw = gguf_metadata._family_keys("gemma3_text", fields, {"attention.sliding_window": 4}, {})
     config = read_config({"model_type": "gemma3_text", "rope_theta": 1e6, **raw})
     assert config.full_layers == tuple(range(5, layers, 6))
     assert config.window_positions == models.Rope(theta=10000.0)

@@ -71,24 +71,24 @@ def gguf_bytes(kind, draw, rows, columns):
     return blocks.reshape(rows, -1)
 
 
-@pytest.mark.parametrize("kind", blocks.KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", blocks.BLOCK_FORMATS, ids=lambda kind: kind.name)
 def test_blocks_of_a_gguf_file_are_its_weights(kind):
     draw = np.random.default_rng(0)
     layout = checkpoints.QuantizationConfig("gguf")
     for _ in range(5):
         rows, columns = int(draw.integers(1, 20)), 256 * int(draw.integers(1, 4))
         stored = gguf_bytes(kind, draw, rows, columns)
-        parts = blocks.KINDS[kind].parts(stored)
+        parts = blocks.BLOCK_FORMATS[kind].parts(stored)
         found = {
             name: (f"{x.dtype.kind}{8 * x.dtype.itemsize}".upper(), x.shape)
             for name, x in parts.items()
         }
-        assert found == blocks.KINDS[kind].shapes((rows, columns))
+        assert found == blocks.BLOCK_FORMATS[kind].shapes((rows, columns))
         matrix = checkpoints.read_matrix(layout, parts, (rows, columns))
         expected = gguf.dequantize(stored, kind)
         # With minima, gguf rounds value * scale + minimum to even in a tie.
         np.testing.assert_allclose(
-            matrix.dequantized(), expected, rtol=2e-7 * blocks.KINDS[kind].has_minima
+            matrix.dequantized(), expected, rtol=2e-7 * blocks.BLOCK_FORMATS[kind].has_minima
         )
 
 
