@@ -176,10 +176,11 @@ def set_slots(slots: Slots, index: Int[Array, "B A"], entries: Slots, **options:
     slot are adjacent, and copies the caches in every pass, because the attention kernel reads them
     in the usual one.
     """
-    of_heads, of_rows = (functools.partial(put, **options) for put in (set_heads, set_rows))
+    set_on_tpu = functools.partial(set_heads, **options)
+    set_elsewhere = functools.partial(set_rows, **options)
 
     def put(x, new):
-        return jax.lax.platform_dependent(x, index, new, tpu=of_heads, default=of_rows)
+        return jax.lax.platform_dependent(x, index, new, tpu=set_on_tpu, default=set_elsewhere)
 
     return jax.tree.map(put, slots, entries)
 
