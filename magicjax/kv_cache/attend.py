@@ -17,7 +17,7 @@ from magicjax.kv_cache import state_layers
 from magicjax.kv_cache.full_cache import KVCache, rounded
 from magicjax.kv_cache.pages import PagedCache
 from magicjax.kv_cache.sparse_cache import DraftCache
-from magicjax.kv_cache.state_layers import LayerState
+from magicjax.kv_cache.state_layers import LayerState, StateNodes
 from models import LayerAttend
 from models.gated_delta import DeltaNetInputs
 from pallas_kernels import tree_attention
@@ -85,7 +85,7 @@ class _Rows:
 
     def _advance(
         self, inputs: DeltaNetInputs, state: LayerState, positions: Int[Array, "B T"]
-    ) -> tuple[Array, Any]:
+    ) -> tuple[Float[Array, "B T H Dv"], Any]:
         """Returns `_run_state`, given the state and the positions of these rows."""
         raise NotImplementedError
 
@@ -129,7 +129,9 @@ class AttendTo(_Rows):
 
     KEPT_BY_SHARED: ClassVar[Any] = (None, None)
 
-    def _advance(self, inputs, state, positions) -> tuple[Array, Any]:
+    def _advance(
+        self, inputs: DeltaNetInputs, state: LayerState, positions: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T H Dv"], tuple[LayerState | StateNodes, None]]:
         if self.chain is not None:
             out, after = state_layers.run_chain(inputs, state, self.slice(self.chain))
             return out, (after, None)
@@ -172,7 +174,9 @@ class AttendLevel(_Rows):
     def of_layer(self, layer: int) -> Self:
         return dataclasses.replace(super().of_layer(layer), drafted=(self.drafted[layer],))
 
-    def _advance(self, inputs, state, positions) -> tuple[Array, Any]:
+    def _advance(
+        self, inputs: DeltaNetInputs, state: LayerState, positions: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T H Dv"], StateNodes]:
         drafted = jax.tree.map(self.slice, self.drafted[0])
         mask, first = self.slice_mask(self.mask), self.slice(self.cache.committed)
         return state_layers.run_level(inputs, state, drafted, self.nodes, mask, positions, first)
@@ -200,12 +204,14 @@ class ChoosePages(_Rows):
     cache: PagedCache
     backend: str | None = struct.field(pytree_node=False)
 
-    def _advance(self, inputs, state, positions) -> tuple[Array, Any]:
+    def _advance(
+        self, inputs: DeltaNetInputs, state: LayerState, positions: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "B T H Dv"], tuple[StateNodes, None]]:
         out, nodes = state_layers.run_tree(inputs, state, jnp.ones((1, 1), bool), positions)
         return out, (dataclasses.replace(nodes, positions=positions), None)
 
     def _attend(self, q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, Any]:
-        pages, (window,) = self.slice(self.cache.chosen[0]), self.cache.windows
+        pages, (window,) = self.slice(self.cache.pages), self.cache.windows
         if window is None:
             pages = self.cache.choose(q[:, -1], pages, self.slice)
         mask = jnp.ones((1, 1), bool)
@@ -238,7 +244,7 @@ def _attention(
     options: dict[str, Any] = {}
     slots: Any
     if isinstance(cache, PagedCache) and window is None:
-        pages = attend.slice(cache.chosen[0]) if pages is None else pages
+        pages = attend.slice(cache.pages) if pages is None else pages
         *slots, lengths = cache.gather(pages, attend.slice, attend.first_row)
     else:
         lengths = cache.live(0)

@@ -18,7 +18,7 @@ time: a temporary array of the budget's size, and no copy of the cache.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,9 @@ from magicjax.kv_cache.full_cache import KVCache, Layers, Slots, elements, selec
 from magicjax.kv_cache.state_layers import LayerState
 from sharding import KV_HEADS, LAYER_BATCH, Split, collectives, logical_axes
 
-Pages = tuple[Any, ...]  # int32 [B, K, C] of each layer, or None
-Bounds = tuple[Any, ...]  # [B, K, P, D] of each layer, or None
+# Of each layer; None of a layer without slots. C and P are 0 in a layer with a sliding window.
+Pages = tuple[Int[Array, "B K C"] | None, ...]  # indices of chosen pages
+Bounds = tuple[Float[Array, "B K P D"] | None, ...]  # the lowest or highest elements of pages
 
 
 @struct.dataclass
@@ -38,8 +39,7 @@ class PageBounds:
     """The smallest and the largest element of the keys in each page of a cache.
 
     Attributes:
-      low, high: one array [B, K, P, D] per layer, in the model's dtype; inf and -inf in pages
-        without tokens. None for a layer without slots.
+      low, high: one array per layer, in the model's dtype; inf and -inf in pages without tokens.
       split: static; the model's division over devices.
     """
 
@@ -64,7 +64,9 @@ def bounds_of(cache: KVCache, page_size: int, dtype: Any) -> PageBounds:
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))  # traced once for all layers
-def _bounds_of(keys, lengths, page_size: int, is_ring: bool) -> tuple[Array, Array]:
+def _bounds_of(
+    keys: Float[Array, "B K S D"], lengths: Int[Array, "B"], page_size: int, is_ring: bool
+) -> tuple[Array, Array]:
     """Returns the bounds of a layer's pages; a ring has none."""
     batch, heads, slots, size = keys.shape
     if is_ring:
@@ -90,9 +92,9 @@ def update_bounds(
       count: int32 [B], the number of committed nodes.
       cache: after the round.
     """
-    layer = next(i for i, low in enumerate(bounds.low) if _has_pages(low))  # all have as many
-    num_pages = bounds.low[layer].shape[2]
-    page_size = cache.k[layer].shape[2] // num_pages
+    layers = zip(bounds.low, cache.k, strict=True)  # those with pages have as many
+    num_pages, slots = next((low.shape[2], k.shape[2]) for low, k in layers if _has_pages(low))
+    page_size = slots // num_pages
     steps = jnp.arange(path.shape[1])
     position = (cache.lengths - count)[:, None] + steps
     page = jnp.where(steps < count[:, None], position // page_size, num_pages)  # dropped
@@ -104,13 +106,19 @@ def update_bounds(
     return dataclasses.replace(bounds, low=low, high=high)
 
 
-def _has_pages(low: Array | None) -> bool:
+def _has_pages(low: Float[Array, "B K P D"] | None) -> TypeGuard[Array]:
     """Returns whether a layer has pages, given its bounds: it has slots, and no sliding window."""
     return low is not None and low.shape[2] > 0
 
 
 @jax.jit  # traced once for all layers
-def _update_bounds(low, high, nodes, path, page) -> tuple[Array, Array]:
+def _update_bounds(
+    low: Float[Array, "B K P D"],
+    high: Float[Array, "B K P D"],
+    nodes: Float[Array, "B N K D"],
+    path: Int[Array, "B A"],
+    page: Int[Array, "B A"],
+) -> tuple[Array, Array]:
     """Returns the bounds of a layer's pages with the nodes' keys, each in its `page`."""
     keys = jnp.take_along_axis(nodes, path[:, :, None, None], axis=1)  # [B, A, K, D]
     where = jnp.arange(path.shape[0])[:, None], slice(None), page
@@ -137,7 +145,7 @@ class PagedCache:
     Attributes:
       full: the cache.
       bounds: bounds of the keys of all its pages.
-      chosen: int32 [B, K, C] per layer, the pages between, as last chosen; None without slots.
+      chosen: the pages between, as last chosen.
       due: bool [B], the rows that choose in this round; None: all.
       newest: static; how many pages of the newest tokens are read.
       page_size: static.
@@ -175,6 +183,13 @@ class PagedCache:
         """The number of committed tokens of each row."""
         return self.full.committed
 
+    @property
+    def pages(self) -> Int[Array, "B K C"]:
+        """The chosen pages of the only layer, which has slots."""
+        (chosen,) = self.chosen
+        assert chosen is not None
+        return chosen
+
     def of_layers(self, layers: Sequence[int]) -> "PagedCache":
         """Returns the cache with these layers only, whose arrays it shares."""
         low, high = select(self.bounds.low, layers), select(self.bounds.high, layers)
@@ -205,13 +220,14 @@ class PagedCache:
           old: the pages that these rows chose before.
           take: returns these rows of an array of all rows.
         """
-        count, num_pages = old.shape[2], self.bounds.low[0].shape[2]
+        (low,), (high,) = self.bounds.low, self.bounds.high
+        assert low is not None and high is not None
+        count, num_pages = old.shape[2], low.shape[2]
         if num_pages <= 1 + count + self.newest:  # every row fits
             return old
 
         def choose(due: Array) -> Array:
-            low, high = (take(x[0]) for x in (self.bounds.low, self.bounds.high))
-            score = upper_bounds(query, low, high).mean(2)
+            score = upper_bounds(query, take(low), take(high)).mean(2)
             score = collectives.psum(score, self.full.split.replica_axes)
             last = self._last_page(take)[:, None, None]
             page = jnp.arange(num_pages)
