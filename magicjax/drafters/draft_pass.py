@@ -14,7 +14,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from magicjax.kv_cache.attend import KV, AttendLevel
 from magicjax.kv_cache.full_cache import KVCache
-from magicjax.kv_cache.pages import PagedCache
 from magicjax.kv_cache.sparse_cache import DraftCache
 from magicjax.model import Model
 from magicjax.trees.token_tree import DynamicTree, Tree
@@ -97,7 +96,7 @@ class DraftContext:
 
     model: Model
     target: Model
-    cache: KVCache | DraftCache | PagedCache
+    cache: KVCache | DraftCache
     root: Int[Array, "B"]
     root_position: Int[Array, "B"]
     sampling: Sampling | None

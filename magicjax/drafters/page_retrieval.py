@@ -166,7 +166,14 @@ class PageRetrieval(TargetDrafter):
     def draft_cache(self, state: PageRetrievalState, cache: KVCache) -> PagedCache:
         due = None if self.refresh_every == 1 else state.wait == 0
         cache = layer_skipping.of_cache(cache, self.layer_indices)
-        return PagedCache(cache, state.bounds, state.pages, due, self.newest_pages, self.page_size)
+        return PagedCache(
+            **vars(cache),
+            bounds=state.bounds,
+            chosen=state.pages,
+            due=due,
+            newest=self.newest_pages,
+            page_size=self.page_size,
+        )
 
     def draft_context(
         self, target, state: PageRetrievalState, root, cache, sampling, settings: Settings

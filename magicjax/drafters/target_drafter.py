@@ -12,7 +12,6 @@ from magicjax.drafters.draft_pass import DraftContext, check_width, resolve_draw
 from magicjax.drafters.dynamic_tree import draft_tree
 from magicjax.drafters.layer_skipping import Layers
 from magicjax.kv_cache.full_cache import KVCache
-from magicjax.kv_cache.pages import PagedCache
 from magicjax.kv_cache.sparse_cache import DraftCache
 from magicjax.model import Model
 from magicjax.parallel import offloading
@@ -83,7 +82,7 @@ class TargetDrafter(Drafter):
         return dataclasses.replace(self, blocks=blocks)  # type: ignore[type-var]
 
     @abc.abstractmethod
-    def draft_cache(self, state: Any, cache: KVCache) -> KVCache | DraftCache | PagedCache:
+    def draft_cache(self, state: Any, cache: KVCache) -> KVCache | DraftCache:
         """Returns the cache that a draft reads, given its own state and the target's cache."""
 
     def draft_context(

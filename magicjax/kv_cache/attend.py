@@ -165,7 +165,7 @@ class AttendLevel(_Rows):
       backend: static; the attention backend.
     """
 
-    cache: KVCache | DraftCache | PagedCache
+    cache: KVCache | DraftCache
     drafted: KV
     nodes: Int[Array, "T"]
     mask: Bool[Array, "*B T N"]

@@ -10,7 +10,7 @@ round's verification result, and therefore on all reads of the round.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ class KVCache:
     states: tuple[LayerState | None, ...] = ()
     sources: tuple[int | None, ...] = struct.field(pytree_node=False, default=())
 
-    def of_layers(self, layers: Sequence[int]) -> "KVCache":
+    def of_layers(self, layers: Sequence[int]) -> Self:
         """Returns the cache with these layers only, whose arrays it shares; all have slots."""
         k, v = select(self.k, layers), select(self.v, layers)
         states = select(self.states, layers) if self.states else ()

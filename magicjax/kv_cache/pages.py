@@ -18,15 +18,14 @@ time: a temporary array of the budget's size, and no copy of the cache.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeGuard
+from typing import Any, Self, TypeGuard
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from magicjax.kv_cache.full_cache import KVCache, Layers, Slots, elements, select
-from magicjax.kv_cache.state_layers import LayerState
+from magicjax.kv_cache.full_cache import KVCache, Slots, elements, select
 from sharding import KV_HEADS, LAYER_BATCH, Split, collectives, logical_axes
 
 # Of each layer; None of a layer without slots. C and P are 0 in a layer with a sliding window.
@@ -139,11 +138,12 @@ def in_order(cache: KVCache, count: int) -> Pages:
 
 
 @struct.dataclass
-class PagedCache:
+class PagedCache(KVCache):
     """The target's cache as a draft reads it: the first page, C chosen ones, the newest ones.
 
+    It has the arrays of that cache, and is only read: a commit updates cache and bounds.
+
     Attributes:
-      full: the cache.
       bounds: bounds of the keys of all its pages.
       chosen: the pages between, as last chosen.
       due: bool [B], the rows that choose in this round; None: all.
@@ -151,37 +151,11 @@ class PagedCache:
       page_size: static.
     """
 
-    full: KVCache
-    bounds: PageBounds
-    chosen: Pages
-    due: Bool[Array, "B"] | None
-    newest: int = struct.field(pytree_node=False)
-    page_size: int = struct.field(pytree_node=False)
-
-    @property
-    def k(self) -> Layers:
-        return self.full.k
-
-    @property
-    def v(self) -> Layers:
-        return self.full.v
-
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        return self.full.windows
-
-    @property
-    def states(self) -> tuple[LayerState | None, ...]:
-        return self.full.states
-
-    @property
-    def sources(self) -> tuple[int | None, ...]:
-        return self.full.sources
-
-    @property
-    def committed(self) -> Int[Array, "B"]:
-        """The number of committed tokens of each row."""
-        return self.full.committed
+    bounds: PageBounds = struct.field(kw_only=True)
+    chosen: Pages = struct.field(kw_only=True)
+    due: Bool[Array, "B"] | None = struct.field(kw_only=True)
+    newest: int = struct.field(pytree_node=False, kw_only=True)
+    page_size: int = struct.field(pytree_node=False, kw_only=True)
 
     @property
     def pages(self) -> Int[Array, "B K C"]:
@@ -190,19 +164,12 @@ class PagedCache:
         assert chosen is not None
         return chosen
 
-    def of_layers(self, layers: Sequence[int]) -> "PagedCache":
+    def of_layers(self, layers: Sequence[int]) -> Self:
         """Returns the cache with these layers only, whose arrays it shares."""
         low, high = select(self.bounds.low, layers), select(self.bounds.high, layers)
-        return dataclasses.replace(
-            self,
-            full=self.full.of_layers(layers),
-            bounds=dataclasses.replace(self.bounds, low=low, high=high),
-            chosen=select(self.chosen, layers),
-        )
-
-    def live(self, layer: int) -> Int[Array, "B"]:
-        """Returns the number of committed tokens of each row."""
-        return self.full.live(layer)
+        bounds = dataclasses.replace(self.bounds, low=low, high=high)
+        chosen = select(self.chosen, layers)
+        return dataclasses.replace(super().of_layers(layers), bounds=bounds, chosen=chosen)
 
     def choose(
         self, query: Float[Array, "B H D"], old: Int[Array, "B K C"], take: Callable
@@ -228,7 +195,7 @@ class PagedCache:
 
         def choose(due: Array) -> Array:
             score = upper_bounds(query, take(low), take(high)).mean(2)
-            score = collectives.psum(score, self.full.split.replica_axes)
+            score = collectives.psum(score, self.split.replica_axes)
             last = self._last_page(take)[:, None, None]
             page = jnp.arange(num_pages)
             between = (page > 0) & (page <= last - self.newest)
@@ -264,7 +231,7 @@ class PagedCache:
         newest = jnp.broadcast_to(newest[:, None], (*chosen.shape[:2], self.newest))
         pages = jnp.concatenate([jnp.zeros_like(chosen[..., :1]), chosen, newest], -1)
         skipped = jnp.maximum(last - count - self.newest, 0)  # pages that are not read
-        live = take(self.full.lengths) - skipped * self.page_size
+        live = take(self.lengths) - skipped * self.page_size
 
         rows = jnp.arange(chosen.shape[0]) + (0 if first_row is None else first_row)
         heads = jnp.arange(chosen.shape[1])
@@ -279,7 +246,7 @@ class PagedCache:
 
     def _last_page(self, take: Callable) -> Int[Array, "B"]:
         """Returns the page of each row's newest token; 0 for a row without tokens."""
-        return jnp.maximum(take(self.full.lengths) - 1, 0) // self.page_size
+        return jnp.maximum(take(self.lengths) - 1, 0) // self.page_size
 
 
 def upper_bounds(

@@ -63,7 +63,8 @@ def attention(query, keys, values):
 def paged(cache, page_size, chosen, newest, due=None) -> pages.PagedCache:
     bounds = pages.bounds_of(cache, page_size, cache.k[0].dtype)
     start = pages.in_order(cache, chosen)
-    return pages.PagedCache(cache, bounds, start, due, newest, page_size)
+    of_pages = dict(bounds=bounds, chosen=start, due=due, newest=newest, page_size=page_size)
+    return pages.PagedCache(**vars(cache), **of_pages)
 
 
 @jax.jit
@@ -74,7 +75,7 @@ def read(view, q, first_row=None):
     def of_rows(attend):
         return attend if first_row is None else attend.rows(first_row, len(q))
 
-    positions = view.full.lengths[:, None]
+    positions = view.lengths[:, None]
     root = attend.ChoosePages(view, None, positions=positions)
     _, (_, chosen) = of_rows(root)(0)(q, zeros, zeros)
     pages = jax.lax.dynamic_update_slice_in_dim(view.chosen[0], chosen, start, 0)
@@ -90,7 +91,7 @@ def check(view, q, rows, found) -> int:
     (out, chosen), group, skipped = found, q.shape[2] // HEADS, 0
     for i, row in enumerate(rows):
         for head in range(HEADS):
-            count = int(view.full.lengths[row])
+            count = int(view.lengths[row])
             k, v = (np.asarray(x[0][row, head, :count], np.float64) for x in (view.k, view.v))
             query = np.asarray(q[i, 0, head * group : (head + 1) * group], np.float64)
             shape = view.page_size, view.chosen[0].shape[2], view.newest
