@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from models.decoder import Transformer, layer_kinds, layer_module, of_layers
+from models.decoder import Block, Transformer, layer_kinds, layer_module, of_layers
 from models.decoder_config import DecoderConfig
 from models.eagle import EagleConfig, EagleHead
 from models.gated_delta import DeltaNetInputs
@@ -57,28 +57,27 @@ def blocks_in(config: DecoderConfig, form: WeightFormat | str | None) -> MatrixF
 
 def block_params(module: nn.Module, layer: int = 0) -> dict[str, Any]:
     """Returns the shapes and dtypes of a layer's parameters, boxed as in `abstract_params`."""
-    return jax.eval_shape(lambda key: _init_block(module, key, layer), jax.random.key(0))
+    return _block_shapes(layer_module(module, layer))
 
 
 def quantize_block(block: dict[str, Any], module: nn.Module, layer: int = 0) -> dict[str, Any]:
-    """Returns one layer's parameters with matrices quantized as in `layer`, on the host.
+    """Returns the parameters of `layer` with matrices quantized as in the module, on the host.
 
     Matrices that are quantized already remain.
     """
     formats = module.weights.within(f"{BLOCK}{layer}")
-    return quantize_params(block, nn.meta.unbox(_block_shapes(module, layer)), formats)
+    return quantize_params(block, nn.meta.unbox(block_params(module, layer)), formats)
 
 
-@functools.lru_cache(maxsize=8)
-def _block_shapes(module: nn.Module, layer: int) -> dict[str, Any]:
-    return block_params(module, layer)
+@functools.lru_cache(maxsize=8)  # by the block: those of a kind are equal
+def _block_shapes(block: Block) -> dict[str, Any]:
+    return jax.eval_shape(lambda key: _init_block(block, key), jax.random.key(0))
 
 
-def _init_block(module: nn.Module, key: jax.Array, layer: int = 0) -> dict[str, Any]:
-    x = jnp.zeros((1, 1, module.config.hidden_size), module.dtype)
-    positions = jnp.zeros((1, 1), jnp.int32)
-    block, size = layer_module(module, layer), module.config.layer_input_size
-    own_input = None if size is None else jnp.zeros((1, 1, size), module.dtype)
+def _init_block(block: Block, key: jax.Array) -> dict[str, Any]:
+    x = jnp.zeros((1, 1, block.config.hidden_size), block.dtype)
+    positions, size = jnp.zeros((1, 1), jnp.int32), block.config.layer_input_size
+    own_input = None if size is None else jnp.zeros((1, 1, size), block.dtype)
     return block.init(key, x, positions, _no_attention, 0, own_input)["params"]
 
 
@@ -87,13 +86,10 @@ def init_blocks(module: nn.Module, seed: int = 0) -> Iterator[dict[str, Any]]:
 
     They have the distribution of `init_params`, but different values.
     """
-    init = jax.jit(
-        lambda key, layer: nn.meta.unbox(_init_block(module, key, layer)), static_argnums=1
-    )
-    first = {layer: kind[0] for kind in layer_kinds(module) for layer in kind}
+    init = jax.jit(lambda block, key: nn.meta.unbox(_init_block(block, key)), static_argnums=0)
     for layer in range(module.config.num_layers):
         key = jax.random.fold_in(jax.random.key(seed), layer)
-        yield jax.device_get(init(key, first[layer]))
+        yield jax.device_get(init(layer_module(module, layer), key))
 
 
 def split_blocks(params: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:

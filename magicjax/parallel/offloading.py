@@ -54,10 +54,10 @@ def shapes(module: nn.Module, sharding_of: ShardingFn | None = None) -> tuple[An
 
 def by_layer(module: nn.Module, blocks: Sequence[Any]) -> list[tuple[Any, int]]:
     """Returns the stack of each layer, given the result of `stack`, and its index in it."""
-    places = dict[int, tuple[Any, int]]()
+    stacks = dict[int, tuple[Any, int]]()
     for stacked, layers in zip(blocks, models.layer_kinds(module), strict=True):
-        places |= {layer: (stacked, index) for index, layer in enumerate(layers)}
-    return [places[layer] for layer in range(len(places))]
+        stacks |= {layer: (stacked, index) for index, layer in enumerate(layers)}
+    return [stacks[layer] for layer in range(len(stacks))]
 
 
 def stack(
@@ -91,11 +91,10 @@ def stack(
 
 def _fill(blocks: Sequence[Any], module: nn.Module, layers: Iterable[Any]) -> None:
     """Writes each block's parameters to host arrays as `stack` returns them."""
-    places = by_layer(module, blocks)
-    first = {layer: kind[0] for kind in models.layer_kinds(module) for layer in kind}
-    for i, (layer, (stacked, index)) in enumerate(zip(layers, places, strict=True)):
-        block = models.quantize_block(layer, module, first[i])
-        for buffer, value in zip(jax.tree.leaves(stacked), jax.tree.leaves(block), strict=True):
+    stacks = by_layer(module, blocks)
+    for layer, (params, (stacked, index)) in enumerate(zip(layers, stacks, strict=True)):
+        params = models.quantize_block(params, module, layer)
+        for buffer, value in zip(jax.tree.leaves(stacked), jax.tree.leaves(params), strict=True):
             buffer[index] = value
 
 
