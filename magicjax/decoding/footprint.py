@@ -11,7 +11,7 @@ import jax
 
 import models
 from magicjax import placement
-from magicjax.drafters import Drafter
+from magicjax.drafters import Drafter, SmallModel
 from magicjax.model import Model
 from magicjax.parallel import offloading
 from magicjax.parallel.layouts import Offloaded
@@ -26,8 +26,8 @@ class Footprint:
       weights: the target's weights; without the blocks of an offloaded target.
       streamed: two layers of an offloaded target, the current and the next.
       draft_weights: weights of draft models, and a drafter's copy of the target's blocks.
-      target_kv: the target's KV cache.
-      draft_kv: the drafter's KV caches and bounds of pages.
+      target_kv: the target's KV cache and states.
+      draft_kv: the drafter's KV caches, states and bounds of pages.
       allocated: weights that are loaded already, part of the numbers above.
     """
 
@@ -89,13 +89,18 @@ def kv_bytes(
     The arguments are those of `of_models`; without a mesh, the bytes are those of all devices, of
     which replicas of KV heads do not count.
     """
-    entries = target.kv_bytes(rows, capacity) - rows * target.state_bytes
-    cache = entries // _parts(target, target, mesh, "kv_shards") + state_bytes(target, rows, mesh)
+
+    def on_each(model: Model, size: int, states: int) -> int:
+        entries = (size - states) // _parts(model, target, mesh, "kv_shards")
+        return entries + states // _parts(model, target, mesh, "shards")
+
+    cache = on_each(target, target.kv_bytes(rows, capacity), rows * target.state_bytes)
     draft_cache = 0
     for member in () if drafter is None else drafter.members():
         model = next(iter(placement.models_of(member)), target)
-        size = member.cache_bytes(target, rows, capacity)
-        draft_cache += size // _parts(model, target, mesh, "kv_shards")
+        # Other drafters continue the target's states.
+        states = rows * model.state_bytes if isinstance(member, SmallModel) else 0
+        draft_cache += on_each(model, member.cache_bytes(target, rows, capacity), states)
     return cache, draft_cache
 
 

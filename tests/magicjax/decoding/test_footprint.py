@@ -32,25 +32,32 @@ WORKLOADS = {
     "int8 caches": {"drafter": "self:streaming:256:kv_dtype=int8", "kv_dtype": "int8", "model": 2},
     "copy": {"drafter": "full:weights=int8", "model": 2},
     "states": {"target": "qwen3.5-27b", "drafter": "prompt-lookup", "data": 2},
+    "states of a small model": {  # with 2 KV heads
+        "target": "qwen3.5-27b",
+        "drafter": "small:qwen3.5-35b-a3b:full",
+        "model": 4,
+    },
     "windows": {"target": "gemma-2-9b", "context": 8000, "drafter": "self:streaming:256"},
 }
 
 
 def keys_and_values(state) -> int:
-    """Returns the bytes of what drafters keep of tokens, on each device."""
+    """Returns the bytes of what drafters keep of tokens and their states, on each device."""
 
     def is_bounds(x) -> bool:
         return isinstance(x, PageBounds)
 
     bounds = filter(is_bounds, jax.tree.leaves(state.drafter, is_leaf=is_bounds))
     caches = [
-        (cache.k, cache.v, getattr(cache, "pinned", ()))
+        (cache.k, cache.v, getattr(cache, "pinned", ()), cache.states)
         for cache in aot_compile.all_caches(state)[1:]
     ]
     return part_bytes((caches, list(bounds), getattr(state.drafter, "sinks", None)))
 
 
-@pytest.mark.parametrize("case", quick(WORKLOADS, "small, sharded", "states", "windows"))
+@pytest.mark.parametrize(
+    "case", quick(WORKLOADS, "small, sharded", "states of a small model", "windows")
+)
 def test_the_bytes_are_those_of_the_arrays_on_each_device(case):
     load = dataclasses.replace(LOAD, **WORKLOADS[case])
     request = aot_compile.abstract_request(load, abstract_mesh(*load.mesh_size))
