@@ -116,7 +116,7 @@ def _load(
     stages = _validated_stages(stages, shards, mesh, offload)
     sharding_of = None
     if mesh is not None:
-        formats = source.matrix_formats(form, alike=offload or stages > 1)
+        formats = source.matrix_formats(form, alike=stages > 1)
         module = models.build(source.config, weights=formats)
         sharding_of = placement.parameter_shardings(module, shards, mesh)
         pipeline_stages.check_layers(source.config, stages)
@@ -143,6 +143,7 @@ def _load(
         weights=form,
         sharding_of=sharding_of,
         lazy_blocks=offload or stages > 1,
+        alike=stages > 1,
         packed=packed,
     )
     params, layout = _laid_out(checkpoint, stages, offload, sharding_of)
@@ -385,8 +386,8 @@ def skeleton(
     if offload:
         offloading.check_layers(source.config)
     dtype = source.stored_dtype if dtype is None else dtype
-    alike = offload or stages > 1
-    formats = source.matrix_formats(weights, dtype, packed=packed, alike=alike)
+    in_types = packed and not offload
+    formats = source.matrix_formats(weights, dtype, packed=in_types, alike=stages > 1)
     module = models.build(source.config, dtype, formats)
     layout = Offloaded(offloading.shapes(module)) if offload else Resident()
     ids = {} if source.directory is None else models.special_tokens(source.directory)

@@ -134,6 +134,7 @@ def load_checkpoint(
     weights: str | WeightFormat | None = None,
     sharding_of: ShardingFn | None = None,
     lazy_blocks: bool = False,
+    alike: bool = False,
     packed: bool = True,
     mtp: bool = False,
 ) -> Checkpoint:
@@ -149,12 +150,12 @@ def load_checkpoint(
         "Q4_0", "Q8_0": rounded to a type of GGUF files and `packed`.
       sharding_of: the sharding of a parameter, by its logical axes; each device and process reads
         only its part. None: the default device.
-      lazy_blocks: do not read the blocks, which have the same formats, so that they can be stacked.
-        `Checkpoint.read_block` reads and quantizes one of them; matrices that it does not quantize
-        are memory-mapped, in the files' dtype.
+      lazy_blocks: do not read the blocks. `Checkpoint.read_block` reads and quantizes one of them;
+        matrices that it does not quantize are memory-mapped, in the files' dtype.
+      alike: a matrix has the same format in all layers, which holds those of the files exactly.
       packed: whether matrices of a GGUF file stay in its types on a CPU with the native kernels,
-        which round activations to 8 bits. With another format, a sharding or lazy blocks they do
-        not, and those of blocks become integers with float32 scales if their types can.
+        which round activations to 8 bits. With another format, a sharding, lazy blocks or `alike`
+        they do not, and those of blocks become integers with float32 scales if their types can.
       mtp: return the head for multi-token prediction that is stored beside the model; its matrices
         are not quantized.
 
@@ -174,10 +175,10 @@ def load_checkpoint(
             'jax.config.update("jax_enable_x64", True), or pass dtype="float32"'
         )
     form, formats = parse_weights(NONE if mtp else weights), MatrixFormats()
-    if packed and sharding_of is None and not lazy_blocks:
+    if packed and sharding_of is None and not lazy_blocks and not alike:
         formats = _packed(path, config, dtype, form)
     if not formats:
-        formats = _formats(config, quantization, stored, form, alike=lazy_blocks)
+        formats = _formats(config, quantization, stored, form, alike)
     module = build(config, dtype, formats)
     read = parameter_reader(module, quantization, path)
     params = read_params(module, stored, read, sharding_of, lazy_blocks)
@@ -217,9 +218,8 @@ def matrix_formats(
     """Returns the formats of the matrices that `load_checkpoint` returns.
 
     Args:
-      path, weights, dtype, packed: arguments of `load_checkpoint`; packed needs a call without
-        `sharding_of` and `lazy_blocks`.
-      alike: whether all layers have the same formats, as with `lazy_blocks`.
+      path, weights, dtype, packed, alike: arguments of `load_checkpoint`; packed needs a call
+        without `sharding_of` and `lazy_blocks`.
 
     Raises as `load_checkpoint`. Reads only config.json if the checkpoint is not quantized.
     """
@@ -513,7 +513,7 @@ def _formats(
     Args:
       config, quantization, stored: the checkpoint's.
       weights: as `parse_weights` returns it.
-      alike: whether all layers have the same formats, which hold those of the files exactly.
+      alike: as in `load_checkpoint`.
     """
     shapes, forms_of = parameter_shapes(config), dict[str, list[tuple[WeightFormat | None, int]]]()
     for tensor, where in stored:

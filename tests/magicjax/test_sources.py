@@ -304,7 +304,7 @@ def test_matrices_stay_in_the_types_of_the_file_unless_activations_are_floating_
         expected = packed.weights if cell.activations == "int8" else in_integers
         request = preflight.validated_cell(cell)
         assert request.target.weights == workload.Bench().target_of(cell).weights == expected
-    with pytest.raises(ValueError, match="are packed for the CPU kernels, or differ between"):
+    with pytest.raises(ValueError, match="are packed for the CPU kernels: load it with"):
         magicjax.offload(packed)
     sampling = magicjax.SamplingParams(max_tokens=8)
     with pytest.raises(ValueError, match="packed for the CPU kernels of one device: load the"):

@@ -8,6 +8,7 @@ import pytest
 
 import magicjax
 import models
+from magicjax.loading import skeleton
 from magicjax.sources import Source
 from tests.magicjax import keywords
 from tests.models.quantized_layouts import write_pair
@@ -117,15 +118,13 @@ def on_meshes(folder):
     return found
 
 
-@pytest.mark.slow
-def test_layers_in_one_format_can_be_stacked(tmp_path):
-    folder, plain = write_pair(tmp_path, ("packed", "packed, zeros"))  # 7 matrices a layer
+def test_offloaded_layers_keep_their_formats(tmp_path):
+    folder, plain = write_pair(tmp_path, MIXTURE, IGNORED)
+    resident, offloaded = (magicjax.load(folder, "float32", offload=o) for o in (False, True))
+    assert offloaded.weights == resident.weights == skeleton(folder, offload=True).weights
+    assert len(offloaded.layout.blocks) == 2  # a stack of each layer
     right = greedy(magicjax.load(plain, "float32"))
-    offloaded = magicjax.load(folder, "float32", offload=True)
-    assert str(offloaded.weights) == "int4:8+zeros"
-    assert greedy(offloaded) == right
-    with pytest.raises(ValueError, match="differ between layers: load it with offload=True"):
-        magicjax.offload(magicjax.load(folder, "float32"))
+    assert greedy(offloaded) == greedy(magicjax.offload(resident)) == greedy(resident) == right
 
 
 @pytest.mark.slow
@@ -161,17 +160,17 @@ def test_layers_that_differ_are_loaded_with_the_mesh_as_the_error_says(tmp_path,
 )
 @pytest.mark.parametrize("weights", ["none", "int8"])
 @pytest.mark.slow
-def test_layers_in_several_formats_are_stacked_as_the_error_says(
+def test_layers_in_several_formats_are_alike_as_the_error_says(
     layout, ignored, message, weights, tmp_path
 ):
     folder, plain = write_pair(tmp_path, layout, ignored)
     with pytest.raises(ValueError, match=f"{message}.*: pass weights='none' or 'int8'"):
-        magicjax.load(folder, "float32", offload=True)
+        models.load_checkpoint(folder, "float32", alike=True)
     found, right = (
-        magicjax.load(x, "float32", weights=weights, offload=True) for x in (folder, plain)
+        models.load_checkpoint(x, "float32", weights=weights, alike=True) for x in (folder, plain)
     )
-    assert str(found.weights) == weights
-    assert_identical((found.params, found.layout), (right.params, right.layout))
+    assert str(found.module.weights) == weights
+    assert_identical(found.params, right.params)
 
 
 def test_a_format_quantizes_the_matrices_that_a_checkpoint_does_not(tmp_path):
