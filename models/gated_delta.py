@@ -81,7 +81,8 @@ class DeltaNetShape:
         """Whether an output matrix of a format has its inputs in the order of GGUF files.
 
         There value head j of key head i is in place j * Hk + i. Packed units of 256 inputs have
-        several heads, so that the matrix cannot be reordered: its inputs are.
+        several heads, so that the matrix cannot be reordered: its inputs are. A matrix that is not
+        in the order of GGUF files is not packed in such a format.
         """
         is_k = isinstance(form, str) and FORMATS[form].is_k
         return is_k and self.value_dim % FORMATS[form].inputs != 0

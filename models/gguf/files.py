@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 from models.decoder_config import DecoderConfig
 from models.eagle_checkpoints import tensors_of
 from models.gguf.metadata import decoder_config, special_tokens
-from models.gguf.tensor_mapping import MTP_PROJECTION, map_tensors
+from models.gguf.tensor_mapping import MTP_PROJECTION, is_read_tiled, map_tensors
 from models.gguf.tensors import Experts, FileTensor, Weight
 from models.gguf.tokenizer import read_tokenizer
 from models.hf_config_writing import write_config
@@ -225,6 +225,8 @@ def packed_types(path: pathlib.Path, config: DecoderConfig, to: str | None = Non
         rows = np.arange(weight.source.shape[0])
         rows = rows if tensor.fused is None else tensor.fused.part(rows)
         type_name = weight.packed_type
+        if weight.tiled_heads is None and is_read_tiled(config, tensor, type_name):
+            type_name = None  # of Qwen3-Next, whose files have another order
         if to is not None and tensor.is_block_matrix:
             check_fits(to, tensor.matrix, len(rows), weight.source.shape[1])
             type_name = to

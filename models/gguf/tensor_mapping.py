@@ -173,6 +173,14 @@ def _tiled_heads(config: DecoderConfig, tensor: Tensor) -> TiledHeads | None:
     return TiledHeads(shape, rows_before=2 * shape.key_heads * shape.key_dim if has_keys else 0)
 
 
+def is_read_tiled(config: DecoderConfig, tensor: Tensor, type_name: str | None) -> bool:
+    """Whether `GatedDeltaNet` reads a packed matrix in the order of `TiledHeads`."""
+    shape = config.delta_net
+    if shape is None or tensor.path[1:3] != ("delta_net", "out"):
+        return False
+    return shape.key_heads != shape.value_heads and shape.has_tiles(type_name)
+
+
 def _quantized(weight: Weight | Experts) -> Weight | Experts:
     """Returns a tensor that stays quantized if its type can."""
     if isinstance(weight, Weight):

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 import models
 from models.gated_delta import DeltaNetShape, GatedDeltaNet
+from models.gguf import files, tensor_mapping
 from models.gguf.files import read_gguf, write_directory
 from pallas_kernels.cpu import build
 from tests import gguf_cases
@@ -343,7 +344,8 @@ def test_units_that_span_heads_keep_their_order(directory, tmp_path, monkeypatch
     shape = DeltaNetShape(2, 8, 32, 32, 4)
     folder = directory("qwen35", delta_net=shape)
     blocks = gguf_bytes(Type.Q4_K, np.random.default_rng(0), 64, 256)
-    path = write(tmp_path / "model.gguf", folder, "qwen35", types={"ssm_out": "Q4_K"}, out=blocks)
+    types = {"ssm_out": "Q4_K", "ffn_": "Q8_0"}
+    path = write(tmp_path / "model.gguf", folder, "qwen35", types=types, out=blocks)
     out = read(path, tmp_path / "out")
     dense, packed = models.load_checkpoint(out, weights="none"), models.load_checkpoint(out)
     name = "layers_0/delta_net/out"
@@ -372,6 +374,11 @@ def test_units_that_span_heads_keep_their_order(directory, tmp_path, monkeypatch
     dense_out = dict(dense_params(rounded))[("layers_0", "delta_net", "out", "weight")]
     q8 = gguf.dequantize(gguf.quantize(weight, Type.Q8_0), Type.Q8_0)
     np.testing.assert_array_equal(dense_out, q8)
+    # Without that order in the file, as in those of Qwen3-Next, the matrix is not packed.
+    monkeypatch.setattr(tensor_mapping, "TILED_FAMILIES", ())
+    files._indexed_weights.cache_clear()
+    types = dict(models.matrix_formats(out).texts)
+    assert name not in types and types["layers_0/mlp/up"] == "Q8_0"
 
 
 @pytest.mark.parametrize("architecture", quick(FAMILIES, "qwen35"))
