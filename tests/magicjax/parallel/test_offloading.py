@@ -237,19 +237,33 @@ def test_caches_that_do_not_fit_are_refused_and_a_model_that_would_fit_is_logged
 
 
 @pytest.mark.slow
-def test_a_row_of_nans_changes_nothing_in_the_others():
+def test_a_row_of_nans_changes_nothing_in_the_others(monkeypatch):
     """What orders the fetches must not be moved by it, or all rows get another layer's weights."""
-    rows = [np.asarray([9, 5, 5]), np.asarray([7, 3, 2])]
+    prompts, texts = tiny.prompts(3), text(model(DEEP))
+    others_have = np.concatenate([*prompts, *texts[1:]])
+    index, token = next((i, t) for i, t in enumerate(texts[0]) if t not in others_have)
+    table = model(DEEP).params["params"]["embedding"].at[token].set(jnp.nan)
+    inner = offloaded(DEEP).params["params"] | {"embedding": table}
+    poisoned = dataclasses.replace(offloaded(DEEP), params={"params": inner})
 
-    def poisoned(target):
-        table = np.array(target.params["params"]["embedding"])
-        table[9] = np.nan
-        inner = target.params["params"] | {"embedding": jnp.asarray(table)}
-        return dataclasses.replace(target, params={"params": inner})
+    def results(target):
+        config = magicjax.EngineConfig(slots=3, capacity=128, prefill_chunk=16)
+        engine = magicjax.Engine(target, config=config)
+        params = magicjax.SamplingParams(max_tokens=tiny.NEW)
+        handles = [engine.submit(prompt, params) for prompt in prompts]
+        engine.run()
+        return [handle.result() for handle in handles]
 
-    options = dict(max_tokens=8, eos_token_id=[])
-    found = keywords.generate(poisoned(offloaded(DEEP)), rows, **options).tokens[1]
-    np.testing.assert_array_equal(found, keywords.generate(model(DEEP), rows, **options).tokens[1])
+    first, *others = results(poisoned)
+    assert (first.finish_reason, first.error_kind) == ("error", "nan")
+    np.testing.assert_array_equal(first.tokens, texts[0][: index + 1])
+    for result, expected in zip(others, texts[1:], strict=True):
+        assert result.finish_reason == "length"
+        np.testing.assert_array_equal(result.tokens, expected)
+    # Negative control: NaN moves the order.
+    monkeypatch.setattr(host, "_zero_after", lambda x: jnp.isnan(x.ravel()[0]).astype(jnp.int32))
+    _, *moved = results(dataclasses.replace(poisoned, shards=1))  # a program of its own
+    assert any((x.tokens != y.tokens).any() for x, y in zip(moved, others, strict=True))
 
 
 @pytest.mark.parametrize("weights", quick([None, "int4"], "int4"))
