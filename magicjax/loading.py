@@ -161,12 +161,12 @@ def _load(
         shards=shards,
         layout=layout,
         kv_bits=kv_bits,
-        mtp_head=_mtp_head_of(source, checkpoint.module.dtype, packed),
+        mtp_head=_mtp_head_of(source, checkpoint.module.dtype),
     )
 
 
-def _mtp_head_of(source: Source, dtype: Any, packed: bool) -> Callable[[], Model] | None:
-    """Returns `Model.mtp_head`; the head is read once, and `packed` as its target."""
+def _mtp_head_of(source: Source, dtype: Any) -> Callable[[], Model] | None:
+    """Returns `Model.mtp_head`; the head is read once."""
     directory = source.directory
     if directory is None:
         return None
@@ -177,9 +177,7 @@ def _mtp_head_of(source: Source, dtype: Any, packed: bool) -> Callable[[], Model
         if mesh is not None:  # every device has the whole head
             sharding_of = placement.parameter_shardings(head().module, None, mesh)
         path = source.checkpoint_directory
-        checkpoint = models.load_checkpoint(
-            path, dtype, sharding_of=sharding_of, packed=packed, mtp=True
-        )
+        checkpoint = models.load_checkpoint(path, dtype, sharding_of=sharding_of, mtp=True)
         return Model(checkpoint.module, checkpoint.params)
 
     @functools.cache
@@ -403,7 +401,7 @@ def skeleton(
         shards=shards,
         layout=layout,
         kv_bits=_kv_bits(kv_dtype, source),
-        mtp_head=_mtp_head_of(source, module.dtype, packed),
+        mtp_head=_mtp_head_of(source, module.dtype),
         load=functools.partial(
             _load,
             source,

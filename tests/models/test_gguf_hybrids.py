@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import magicjax
 import models
 from models.gated_delta import DeltaNetShape, GatedDeltaNet
 from models.gguf import files, tensor_mapping
@@ -400,6 +401,24 @@ def test_a_head_for_multi_token_prediction_is_that_of_the_directory(
     without = read(write(tmp_path / "other.gguf", plain, architecture), tmp_path / "without")
     with pytest.raises(ValueError, match="has no head for multi-token prediction"):
         models.load_config(without, mtp=True)
+
+
+@pytest.mark.parametrize("activations", ["int8", "float"])
+def test_a_head_of_a_file_is_not_quantized(activations, directory, tmp_path, monkeypatch):
+    """Whether the matrices of its target are packed or integers with scales."""
+    monkeypatch.setenv("MAGICJAX_CACHE", str(tmp_path / "cache"))
+    plain = directory("qwen35")
+    head = mtp_reference.drawn(json.loads((plain / "config.json").read_text()), 1)
+    path = write(tmp_path / "m.gguf", plain, "qwen35", types=TYPES, head=head)
+    target = magicjax.load(path, activations=activations)
+    packed = activations == "int8" and build.is_available()
+    assert target.weights and target.weights.is_packed == packed
+    found = flax.traverse_util.flatten_dict(target.mtp_head().load().params["params"])
+    right = flat_params(read(path, tmp_path / "out"), mtp=True)
+    assert found.keys() == right.keys()
+    for where, x in found.items():
+        assert x.dtype == np.float32
+        np.testing.assert_array_equal(x, right[where])
 
 
 @pytest.mark.parametrize(
