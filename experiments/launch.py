@@ -197,8 +197,8 @@ def _report(whole: Grid, console: Console, rows: list[dict[str, Any]]) -> None:
     results = results_folder.read(whole.directory, [row["key"] for row in rows])
     to_do = len(whole.cells) - len(rows)
     rows = answer.with_intervals(results.cells)
-    lines = answer.summary(rows)
-    store.write_summary(whole.directory, lines, columns.names_of(lines))
+    names = columns.names_of([cell.row for cell in results.cells])
+    store.write_summary(whole.directory, rows, names)
     page.write(results, to_do)
     for sentence in answer.sentences(rows):
         console.print(sentence, markup=False, highlight=False)

@@ -19,7 +19,6 @@ from experiments.report.results_folder import CellResult
 
 RESAMPLES = 2000
 LEVEL = 95  # percent
-ADDED = ("low", "high", "evidence")  # the columns of `with_intervals`
 FEW = 10  # with fewer measurements an interval is too narrow
 STEADY = 1.5  # largest ratio between speeds of plain decoding on a machine without other work
 
@@ -50,9 +49,9 @@ class Answer:
     @property
     def unclear(self) -> bool:
         """Whether the interval of the best speedup contains 1."""
-        if self.best is None or self.best["low"] is None:
+        if not self.timed or self.best is None or self.best["speedup_low"] is None:
             return False
-        return self.timed and self.best["low"] <= 1 <= self.best["high"]
+        return self.best["speedup_low"] <= 1 <= self.best["speedup_high"]
 
     @property
     def disturbed(self) -> bool:
@@ -61,32 +60,20 @@ class Answer:
 
 
 def with_intervals(cells: Sequence[CellResult]) -> list[Row]:
-    """Returns the cells' rows with the columns `low`, `high` and `evidence`.
+    """Returns the cells' rows with intervals, and the column `evidence`, what they are of.
 
-    The interval is of the speedup, of τ in rows without times, and None without a repetition.
+    The interval is in `speedup_low` and `speedup_high`, in rows without times in `tau_low` and
+    `tau_high`, and None without a repetition.
     """
     return [cell.row | _interval(cell) for cell in cells]
 
 
-def summary(rows: Rows) -> list[Row]:
-    """Returns the lines of `summary.csv`, of rows with intervals.
-
-    The interval is in `speedup_low` and `speedup_high`, or `tau_low` and `tau_high`.
-    """
-    lines = []
-    for row in rows:
-        name = "tau" if row.get("speedup") is None else "speedup"
-        interval = {f"{name}_low": row["low"], f"{name}_high": row["high"]}
-        line = {column: row[column] for column in row if column not in ADDED}
-        lines.append(line | interval)
-    return lines
-
-
 def _interval(cell: CellResult) -> Row:
     """Returns the columns that `with_intervals` adds to a cell's row."""
-    if not cell.metrics:
-        return {"low": None, "high": None, "evidence": ""}
     timed = cell.row["speedup"] is not None
+    names = [f"{'speedup' if timed else 'tau'}_{end}" for end in ("low", "high")]
+    if not cell.metrics:
+        return {**dict.fromkeys(names), "evidence": ""}
     if timed:
         seconds, plain_seconds = cell.seconds()
         runs, batches = seconds.shape
@@ -96,7 +83,6 @@ def _interval(cell: CellResult) -> Row:
         rounds = np.array([request["rounds"] for request in requests], float)
         runs, batches = 1, len(rounds)
         interval = tau_interval(rounds, np.array([request["tau"] for request in requests]))
-    low, high = interval or (None, None)
     size = cell.row.get("requests") or cell.row["batch"]
     evidence = f"{runs} run{'s' * (runs > 1)} of {size} request{'s' * (size > 1)}"
     if timed and cell.row["batch"] > 1 and not cell.row.get("slots"):
@@ -105,7 +91,7 @@ def _interval(cell: CellResult) -> Row:
         evidence += ": no interval"
     elif runs * batches < FEW:
         evidence += ": few"
-    return {"low": low, "high": high, "evidence": evidence}
+    return {**dict(zip(names, interval or (None, None), strict=True)), "evidence": evidence}
 
 
 def speedup_interval(

@@ -23,6 +23,7 @@ PARTS = {
 }
 AXES = ("context", "batch", "slots", "rate")
 SPEEDUP = "speedup over plain decoding"
+INTERVAL = ("speedup_low", "speedup_high")
 WIDTH, HEIGHT = 230, 180  # of a panel, in pixels
 LONG_NAME = 40  # characters of a method's name, with which two panels do not fit side by side
 LEGEND = alt.Legend(orient="bottom", direction="vertical", columns=2, labelLimit=0)
@@ -51,7 +52,7 @@ def speedups(rows: Rows) -> Chart:
     axis = max(AXES, key=lambda name: (name in columns) * len({row[name] for row in rows}))
     panels = _described(rows, [name for name in columns if name != axis])
     shown = [
-        {name: row[name] for name in (axis, "method", "speedup", "low", "high", "evidence")}
+        {name: row[name] for name in (axis, "method", "speedup", *INTERVAL, "evidence")}
         | {"panel": panel}
         for row, panel in zip(rows, panels, strict=True)
     ]
@@ -61,8 +62,9 @@ def speedups(rows: Rows) -> Chart:
     offset = alt.XOffset("method:N", sort=_methods(rows))
     base = alt.Chart().encode(x=x, xOffset=offset, **_marks(rows))
     line = base.mark_line(strokeWidth=1).encode(y=y)
-    interval = base.mark_rule().encode(y=alt.Y("low:Q", title=SPEEDUP), y2="high")
-    tooltip = _tooltip(axis, "method", "speedup", "low", "high", "evidence")
+    low, high = INTERVAL
+    interval = base.mark_rule().encode(y=alt.Y(f"{low}:Q", title=SPEEDUP), y2=high)
+    tooltip = _tooltip(axis, "method", "speedup", *INTERVAL, "evidence")
     points = base.mark_point(filled=True, size=40).encode(y=y, shape=_shape(rows), tooltip=tooltip)
     plain = alt.Chart().mark_rule(strokeDash=[4, 3]).encode(y=alt.datum(1))
     layers = alt.layer(plain, line, interval, points.add_params(CHOSEN))
@@ -144,7 +146,7 @@ def _shape(rows: Rows) -> alt.Shape:
 
 
 def _tooltip(*names: str) -> list[alt.Tooltip]:
-    numbers = ("speedup", "low", "high", "tau", "round", "ms")
+    numbers = ("speedup", *INTERVAL, "tau", "round", "ms")
     return [
         alt.Tooltip(f"{name}:Q", format=".2f") if name in numbers else alt.Tooltip(f"{name}:N")
         for name in names

@@ -75,11 +75,10 @@ def is_exact(row: Row) -> bool:
 
 def with_interval(row: Row, column: str) -> str:
     """Returns a row's value with its interval: "1.84 [1.79, 1.90]"."""
-    value = f"{row[column]:.2f}"
-    timed = row["speedup"] is not None
-    if row["low"] is None or timed != (column == "speedup") or row["draft"] == "none":
+    value, low = f"{row[column]:.2f}", row.get(f"{column}_low")
+    if low is None or row["draft"] == "none":
         return value
-    return f"{value} [{row['low']:.2f}, {row['high']:.2f}]"
+    return f"{value} [{low:.2f}, {row[f'{column}_high']:.2f}]"
 
 
 def heading(name: str) -> str:

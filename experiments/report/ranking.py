@@ -101,7 +101,10 @@ def to_html(rows: Rows) -> str:
 def _best(group: Rows) -> Row | None:
     """Returns the first exact row of a group, None if it is not clearly faster than plain."""
     best = next((row for row in group if row["status"] == "ok" and labels.is_exact(row)), None)
-    return best if best and (best["low"] or best["speedup"] or best["tau"]) > 1 else None
+    if best is None:
+        return None
+    column = "tau" if best["speedup"] is None else "speedup"
+    return best if (best[f"{column}_low"] or best[column]) > 1 else None
 
 
 def _head(heading: Heading) -> str:

@@ -168,9 +168,9 @@ def remove_partials(directory: pathlib.Path) -> None:
 def write_summary(
     directory: pathlib.Path, rows: list[dict[str, Any]], columns: Sequence[str]
 ) -> pathlib.Path:
-    """Writes `summary.csv`, one line per row, and returns its path."""
+    """Writes these columns of `summary.csv`, one line per row, and returns its path."""
     buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, columns, restval="", lineterminator="\n")
+    writer = csv.DictWriter(buffer, columns, "", "ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(finite(rows))
     path = directory / "summary.csv"

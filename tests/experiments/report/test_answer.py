@@ -19,17 +19,17 @@ def test_an_interval_is_paired_with_the_interleaved_plain_runs(tmp_path):
     # Runs and requests differ by a factor of 9, in the method as in plain decoding.
     noisy = [([2.0 * run, 6.0 * run], [1.0 * run, 3.0 * run]) for run in (1, 2, 3)]
     row = seconds(tmp_path, noisy)
-    assert (row["low"], row["high"]) == (pytest.approx(2.0), pytest.approx(2.0))
+    assert (row["speedup_low"], row["speedup_high"]) == (pytest.approx(2.0), pytest.approx(2.0))
     assert row["evidence"] == "3 runs of 2 requests: few"
 
 
 def test_an_interval_covers_runs_and_requests(tmp_path):
     # Speedups of 1, 2, 3 and 4 by request: the total over drawn requests is between 1 and 4.
     by_request = seconds(tmp_path, [([1.0, 2.0, 3.0, 4.0] * 4, [1.0] * 16)] * 2)
-    assert 1.8 < by_request["low"] < 2.2 and 2.8 < by_request["high"] < 3.2
+    assert 1.8 < by_request["speedup_low"] < 2.2 and 2.8 < by_request["speedup_high"] < 3.2
     assert by_request["evidence"] == "2 runs of 16 requests"
     by_run = seconds(tmp_path, [([float(n)], [1.0]) for n in (1, 2, 3)])
-    assert (by_run["low"], by_run["high"]) == (1.0, 3.0)
+    assert (by_run["speedup_low"], by_run["speedup_high"]) == (1.0, 3.0)
     assert by_run["evidence"] == "3 runs of 1 request: few"
 
 
@@ -37,10 +37,8 @@ def rows_of(*methods, **columns):
     """Returns rows of one group: (method, speedup, low, high)."""
     common = {"status": "ok", "draft": "self", "batch": 1, "context": 64, "exact_match": 1.0}
     common |= {"ar_decode_tok_s": 100.0, "evidence": "3 runs of 2 requests: few"}
-    return [
-        common | {"method": name, "speedup": value, "low": low, "high": high} | columns
-        for name, value, low, high in methods
-    ]
+    names = "method", "speedup", "speedup_low", "speedup_high"
+    return [common | dict(zip(names, values, strict=True)) | columns for values in methods]
 
 
 def test_the_best_method_is_exact_and_compared_with_its_interval():

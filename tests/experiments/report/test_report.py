@@ -122,7 +122,7 @@ def test_charts_hold_the_cells_with_a_result(tmp_path):
 def test_methods_without_times_have_no_charts(tmp_path):
     folder = fill(tmp_path / "mine", batches=(1,), contexts=(64,))
     phases = dict.fromkeys(f"{name}_s" for name in ("draft", "score", "verify", "commit", "rest"))
-    change(folder, {}, speedup=None, low=None, **phases)
+    change(folder, {}, speedup=None, **phases)
     html, charts = page_of(folder)
     assert not charts and "vegaEmbed" not in html and "methods are compared by τ" in html
 
@@ -175,7 +175,7 @@ def test_the_best_of_a_group_is_bold_unless_its_interval_contains_1(tmp_path):
     folder = fill(tmp_path / "mine", batches=(4,), contexts=(64,))
     rows = answer.with_intervals(results_folder.read(folder).cells)
     assert 'class="best"' in ranking.to_html(rows)
-    assert 'class="best"' not in ranking.to_html([row | {"low": 0.9} for row in rows])
+    assert 'class="best"' not in ranking.to_html([row | {"speedup_low": 0.9} for row in rows])
 
 
 def broken(tmp_path, how):
