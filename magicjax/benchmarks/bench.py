@@ -95,6 +95,9 @@ def base_parser(prog: str, doc: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--dtype", choices=DTYPES, default="bfloat16", help="dtype of weights and caches"
     )
+    parser.add_argument(
+        "--weights", help="format of the target's matrices, as of `magicjax generate`"
+    )
     parser.add_argument("--backend", help="None: mosaic on Hopper if it supports the target")
     parser.add_argument("--out", help="write the results to this JSON file")
     return parser
@@ -128,7 +131,7 @@ def make_setup(
     Invalid options end the process with a message.
     """
     try:
-        target = load(options.target, dtype=options.dtype)
+        target = load(options.target, dtype=options.dtype, weights=options.weights)
         best = None  # the default: mosaic does not support windows and capped scores
         if not any(target.windows) and softcap_of(target.config) is None:
             best = best_backend(target.dtype, target.kv_head_dims[-1], jax.devices()[0])
@@ -160,7 +163,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{read / 1e9:.1f} GB/s, copies {copy / 1e9:.1f} GB/s"
     )
     about = {"device": device.device_kind, "jax": jax.__version__, "target": options.target}
-    about |= {"dtype": options.dtype, "backend": setup.backend, "new_tokens": setup.new_tokens}
+    about |= {"dtype": options.dtype, "weights": str(setup.target.weights or "")}
+    about |= {"backend": setup.backend, "new_tokens": setup.new_tokens}
     about |= {"read_bandwidth": read, "copy_bandwidth": copy, "bandwidth": max(read, copy)}
     rows: list[dict[str, Any]] = []
 
