@@ -7,13 +7,14 @@
 timed: a peer's from its first new tokens, after prefill, to the last. llama.cpp and OpenVINO decode
 one row of a target that is a GGUF file: its stored weights, or with `target_weights: none` the same
 values in the experiment's dtype (OpenVINO: in float16, as it reads no bfloat16), which transformers
-decodes, too. llama.cpp also drafts with the GGUF file of a method's small model. Every peer holds
-the weights in memory until the end: `--peer`, which can be repeated, leaves out the others.
-Results of several values of `prompt_seed` are pooled.
+decodes, too. A process of llama.cpp of its own converts them once. llama.cpp also drafts with the
+GGUF file of a method's small model. Every peer holds the weights in memory until the end: `--peer`,
+which can be repeated, leaves out the others. Results of several values of `prompt_seed` are pooled.
 """
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import functools
 import json
@@ -129,7 +130,7 @@ def hf_calls(
 
 
 def reader_calls(
-    readers: dict[str, Peer], group: list[grid.Cell], prompts: list, folder: pathlib.Path
+    readers: dict[str, Peer], group: list[grid.Cell], prompts: list, environments: pathlib.Path
 ) -> Calls:
     """Returns the runs of peers that read GGUF files, which decode one row."""
     plain = group[0]
@@ -144,7 +145,7 @@ def reader_calls(
     calls: Calls = {}
     for module, peer in readers.items():
         dtype = DTYPES.get(module, plain.dtype)
-        file, weights = gguf_file(plain, dtype, readers.get("llama"), folder)
+        file, weights = gguf_file(plain, dtype, environments)
         run = functools.partial(run_peer, peer, prompts, plain.new_tokens, weights, file=str(file))
         for name, setting in arguments.items():
             calls[f"{READERS[module]} {name}"] = functools.partial(run, **setting)
@@ -162,22 +163,21 @@ def stored_file(source: str) -> pathlib.Path:
     return pathlib.Path(source)
 
 
-def gguf_file(
-    cell: grid.Cell, dtype: str, llama: Peer | None, folder: pathlib.Path
-) -> tuple[pathlib.Path, str]:
-    """Returns a file with the target's weights, in `folder` unless the target is one; their type.
+def gguf_file(cell: grid.Cell, dtype: str, environments: pathlib.Path) -> tuple[pathlib.Path, str]:
+    """Returns a file with the target's weights, and their type.
 
-    llama.cpp converts them to `dtype` for a cell with `target_weights: none`.
+    For a cell with `target_weights: none`, llama.cpp converts them to `dtype`, in a file beside the
+    environments that later calls find.
     """
     stored = stored_file(cell.target)
     if cell.target_weights != NONE:
         return stored, stored.stem.rpartition(".")[2]
     content = f"{stored.resolve()} {stored.stat().st_size} {stored.stat().st_mtime_ns}"
-    converted = folder / f"{stored.stem}-{store.digest(content)[:8]}.{dtype}.gguf"
+    converted = environments / f"{stored.stem}-{store.digest(content)[:8]}.{dtype}.gguf"
     if not converted.is_file():
-        assert llama is not None  # as `_parse` checked
         partial = converted.with_suffix(".partial")
-        llama.request("convert", file=str(stored), out=str(partial), dtype=dtype)
+        with contextlib.closing(Peer(environments, "llama")) as llama:
+            llama.request("convert", file=str(stored), out=str(partial), dtype=dtype)
         partial.rename(converted)
     return converted, dtype
 
@@ -292,13 +292,6 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, config.
                 f"{', '.join(options.peers)} cannot decode {cell.target}: huggingface decodes "
                 "floating-point weights, and llama and genai decode GGUF files"
             )
-        if (
-            is_gguf(cell.target)
-            and cell.target_weights == NONE
-            and "genai" in options.peers
-            and "llama" not in options.peers
-        ):
-            raise ConfigError("genai reads a file that llama converts: add --peer llama")
     return options, experiment
 
 
@@ -311,16 +304,21 @@ def _peers_of(cell: grid.Cell, names: Sequence[str]) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, or 2 if the settings are invalid."""
     try:
-        options, experiment = _parse(arguments)
-        groups = [
-            [grid.plain_of(group[0]), *(cell for cell in group if not cell.is_plain)]
-            for group in grid.groups(experiment)
-        ]
-        names = {name for group in groups for name in _peers_of(group[0], options.peers)}
-        peers = {name: Peer(options.environments, name) for name in PEERS if name in names}
+        measure(*_parse(arguments))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
+    return 0
+
+
+def measure(options: argparse.Namespace, experiment: config.Experiment) -> None:
+    """Writes and prints the comparison; raises ConfigError if a peer has no environment."""
+    groups = [
+        [grid.plain_of(group[0]), *(cell for cell in group if not cell.is_plain)]
+        for group in grid.groups(experiment)
+    ]
+    names = {name for group in groups for name in _peers_of(group[0], options.peers)}
+    peers = {name: Peer(options.environments, name) for name in PEERS if name in names}
     bench = Bench()
     pooled = collections.defaultdict(list)  # groups that differ only in their prompts
     for group in groups:
@@ -342,12 +340,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows += compare(bench, [group[0] for group in same], runs)
     versions = {name: v for peer in peers.values() for name, v in peer.versions.items()}
     path = folder / "peers.json"
-    record = {"versions": versions, "device": device_name(), "rows": rows}
+    record = {"peers": list(peers), "versions": versions, "device": device_name(), "rows": rows}
     write_atomically(path, json.dumps(record, indent=1) + "\n")
     print(table(rows))
     print(", ".join(f"{name} {version}" for name, version in versions.items()))
     print(f"wrote {path}")
-    return 0
 
 
 if __name__ == "__main__":

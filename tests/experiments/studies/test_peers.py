@@ -29,7 +29,7 @@ class ScriptedPeer:
 
     def __init__(self, folder, module):
         self.folder, self.module, self.requests = folder, module, []
-        self.versions = {module: "1"}
+        self.versions, self.is_closed = {module: "1"}, False
         self.made.append(self)
 
     def request(self, function, prompts=(), new_tokens=0, **arguments):
@@ -41,6 +41,9 @@ class ScriptedPeer:
             "tokens": [list(range(new_tokens))] * len(prompts),
             "stamps": [(4.0 + n, n) for n in range(1, new_tokens + 1)],
         }
+
+    def close(self):
+        self.is_closed = True
 
 
 @pytest.fixture
@@ -102,7 +105,6 @@ def test_a_different_row_is_counted_and_located(main, monkeypatch):
         ("--target a.gguf --target_weights int8", "target_weights=int8 is not supported here"),
         ("--environments no-such-folder", "no-such-folder/huggingface/bin/python does not exist"),
         ("--peer llama", "llama cannot decode"),
-        ("--peer genai --target a.gguf --target_weights none", "add --peer llama"),
     ],
 )
 def test_invalid_options_are_refused_with_the_remedy(options, message, capsys):
@@ -128,11 +130,17 @@ def test_peers_read_the_values_of_the_target_or_its_stored_weights(main, tmp_pat
 
 
 def test_only_the_named_peers_run(main, tmp_path, monkeypatch):
-    monkeypatch.setattr(peers, "hf_calls", lambda *_: {})
-    lines = "target: smollm2\ntarget_weights: none"
-    rows, _ = main(lines, "--environments", str(tmp_path), "--peer", "huggingface")
-    assert [peer.module for peer in ScriptedPeer.made] == ["huggingface"]
-    assert all(r["method"].startswith("magicjax") for r in rows)
+    monkeypatch.setattr(peers.Source, "checkpoint_directory", tmp_path)
+    (tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf").touch()
+    options = ("--environments", str(tmp_path), "--peer", "genai")
+    for converts in (True, False):  # the file stays
+        rows, _ = main("target: smollm2\ntarget_weights: none", *options)
+        found = [(peer.module, peer.is_closed) for peer in ScriptedPeer.made]
+        assert found == [("genai", False)] + [("llama", True)] * converts
+        methods = [r["method"] for r in rows if not r["method"].startswith("magicjax")]
+        assert methods == ["OpenVINO GenAI plain", "OpenVINO GenAI prompt lookup, 4 tokens"]
+        content = json.loads((tmp_path / "mine" / "peers.json").read_text())
+        assert content["peers"] == ["genai"]
 
 
 def test_peers_draft_with_the_file_of_the_small_model(tmp_path, monkeypatch):
