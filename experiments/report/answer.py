@@ -16,6 +16,7 @@ from jaxtyping import Float
 from experiments.report import labels
 from experiments.report.labels import Row, Rows
 from experiments.report.results_folder import CellResult
+from experiments.schema.columns import INTERVALS, interval_columns
 
 RESAMPLES = 2000
 LEVEL = 95  # percent
@@ -49,9 +50,10 @@ class Answer:
     @property
     def unclear(self) -> bool:
         """Whether the interval of the best speedup contains 1."""
-        if not self.timed or self.best is None or self.best["speedup_low"] is None:
+        if not self.timed or self.best is None:
             return False
-        return self.best["speedup_low"] <= 1 <= self.best["speedup_high"]
+        low, high = (self.best[name] for name in interval_columns("speedup"))
+        return low is not None and low <= 1 <= high
 
     @property
     def disturbed(self) -> bool:
@@ -62,18 +64,18 @@ class Answer:
 def with_intervals(cells: Sequence[CellResult]) -> list[Row]:
     """Returns the cells' rows with intervals, and the column `evidence`, what they are of.
 
-    The interval is in `speedup_low` and `speedup_high`, in rows without times in `tau_low` and
-    `tau_high`, and None without a repetition.
+    The interval is of `speedup`, in rows without times of `tau`. The other columns of `INTERVALS`
+    are None, and without a repetition all of them.
     """
     return [cell.row | _interval(cell) for cell in cells]
 
 
 def _interval(cell: CellResult) -> Row:
     """Returns the columns that `with_intervals` adds to a cell's row."""
-    timed = cell.row["speedup"] is not None
-    names = [f"{'speedup' if timed else 'tau'}_{end}" for end in ("low", "high")]
+    columns: Row = {**dict.fromkeys(INTERVALS), "evidence": ""}
     if not cell.metrics:
-        return {**dict.fromkeys(names), "evidence": ""}
+        return columns
+    timed = cell.row["speedup"] is not None
     if timed:
         seconds, plain_seconds = cell.seconds()
         runs, batches = seconds.shape
@@ -91,7 +93,9 @@ def _interval(cell: CellResult) -> Row:
         evidence += ": no interval"
     elif runs * batches < FEW:
         evidence += ": few"
-    return {**dict(zip(names, interval or (None, None), strict=True)), "evidence": evidence}
+    names = interval_columns("speedup" if timed else "tau")
+    bounds = zip(names, interval or (None, None), strict=True)
+    return columns | dict(bounds) | {"evidence": evidence}
 
 
 def speedup_interval(

@@ -10,6 +10,7 @@ import altair as alt
 
 from experiments.report import labels
 from experiments.report.labels import Row, Rows
+from experiments.schema.columns import interval_columns
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999")
@@ -23,7 +24,7 @@ PARTS = {
 }
 AXES = ("context", "batch", "slots", "rate")
 SPEEDUP = "speedup over plain decoding"
-INTERVAL = ("speedup_low", "speedup_high")
+INTERVAL = interval_columns("speedup")
 WIDTH, HEIGHT = 230, 180  # of a panel, in pixels
 LONG_NAME = 40  # characters of a method's name, with which two panels do not fit side by side
 LEGEND = alt.Legend(orient="bottom", direction="vertical", columns=2, labelLimit=0)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.schema.columns import columns_of
+from experiments.schema.columns import columns_of, interval_columns
 from experiments.schema.config import Experiment
 
 # The columns of axes, apart from batch or slots, and context.
@@ -75,10 +75,11 @@ def is_exact(row: Row) -> bool:
 
 def with_interval(row: Row, column: str) -> str:
     """Returns a row's value with its interval: "1.84 [1.79, 1.90]"."""
-    value, low = f"{row[column]:.2f}", row.get(f"{column}_low")
+    value = f"{row[column]:.2f}"
+    low, high = (row[name] for name in interval_columns(column))
     if low is None or row["draft"] == "none":
         return value
-    return f"{value} [{low:.2f}, {row[f'{column}_high']:.2f}]"
+    return f"{value} [{low:.2f}, {high:.2f}]"
 
 
 def heading(name: str) -> str:

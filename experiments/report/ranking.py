@@ -8,7 +8,7 @@ from typing import NamedTuple
 from experiments.report import labels
 from experiments.report.labels import Row, Rows
 from experiments.report.results_folder import CellResult
-from experiments.schema.columns import MEASURED
+from experiments.schema.columns import MEASURED, interval_columns
 
 CATEGORIES = "tau_by_category"
 
@@ -104,7 +104,8 @@ def _best(group: Rows) -> Row | None:
     if best is None:
         return None
     column = "tau" if best["speedup"] is None else "speedup"
-    return best if (best[f"{column}_low"] or best[column]) > 1 else None
+    low, _ = interval_columns(column)
+    return best if (best[low] or best[column]) > 1 else None
 
 
 def _head(heading: Heading) -> str:

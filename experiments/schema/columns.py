@@ -9,6 +9,12 @@ from experiments.schema.config import Experiment
 from experiments.schema.method import OPTIONS
 from experiments.schema.settings import columns_of, declared
 
+
+def interval_columns(name: str) -> tuple[str, str]:
+    """Returns the columns with the bounds of the interval of a column."""
+    return f"{name}_low", f"{name}_high"
+
+
 # How a cell ended, and where.
 STATUS = dict.fromkeys(("device", "status", "error", "wall_s", "key"), "")
 # Medians of the timed runs.
@@ -34,7 +40,7 @@ TIMES = {
     **dict.fromkeys(("ar_gbs", "read_gbs", "bandwidth_share"), ""),
 }
 # 95 % intervals of the speedup, or of τ in rows without times, which the report computes.
-INTERVALS = dict.fromkeys(("speedup_low", "speedup_high", "tau_low", "tau_high"), "")
+INTERVALS = dict.fromkeys((*interval_columns("speedup"), *interval_columns("tau")), "")
 # Latencies of requests that arrive over time (slots), over requests and runs.
 SERVING = {
     "goodput": (
