@@ -233,6 +233,9 @@ def append(cache: KVCache, kv: tuple, path: Int[Array, "B A"], count: Int[Array,
       kv: per layer the pair k, v [B, N, K, D] of the nodes, or the `StateNodes`.
       path: node ids.
       count: int32 [B], 0..A; must depend on all reads of `cache` in this round (`zero_after`).
+
+    Raises:
+      TypeError: the cache is a view, such as a `PagedCache`.
     """
     start = cache.lengths + zero_after(count)
     stored = iter(as_stored([each for each in kv if isinstance(each, tuple)], cache.slots))
@@ -270,6 +273,7 @@ def write_chunk(
 
 def _updated(cache: KVCache, kv: tuple, write: Any, advance: Any, lengths: Array) -> KVCache:
     """Returns the cache after `write` of each layer with attention and `advance` of the others."""
+    _check_writable(cache)
     layers = zip(cache.k, cache.v, kv, cache.windows, strict=True)
     updated = [(k, v) if k is None else write(k, v, new, w) for k, v, new, w in layers]
     k, v = zip(*updated, strict=True)
@@ -278,6 +282,12 @@ def _updated(cache: KVCache, kv: tuple, write: Any, advance: Any, lengths: Array
         for state, new in zip(cache.states, kv[: len(cache.states)], strict=True)
     )
     return dataclasses.replace(cache, k=k, v=v, states=states, lengths=lengths)
+
+
+def _check_writable(cache: KVCache) -> None:
+    """Raises TypeError for a view of a cache, whose other arrays would not follow its keys."""
+    if type(cache) is not KVCache:
+        raise TypeError(f"a {type(cache).__name__} is only read: pass the KVCache that it views")
 
 
 @functools.partial(jax.jit, static_argnames="is_ring")  # traced once for all layers
@@ -315,6 +325,7 @@ def restore(before: KVCache, after: KVCache) -> KVCache:
     Commits overwrite entries of rings that may be seen again, and states: these are those from
     before.
     """
+    _check_writable(before)
 
     def layers(old, new):
         return tuple(x if w else y for w, x, y in zip(before.windows, old, new, strict=True))

@@ -141,7 +141,8 @@ def in_order(cache: KVCache, count: int) -> Pages:
 class PagedCache(KVCache):
     """The target's cache as a draft reads it: the first page, C chosen ones, the newest ones.
 
-    It has the arrays of that cache, and is only read: a commit updates cache and bounds.
+    It has the arrays of that cache, and is only read (TypeError): a commit updates the cache, and
+    `update_bounds` the bounds.
 
     Attributes:
       bounds: bounds of the keys of all its pages.

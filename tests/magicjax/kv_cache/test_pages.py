@@ -217,3 +217,17 @@ def test_wrong_updates_of_bounds_are_detected(wrong):
     with pytest.raises(AssertionError):
         for after in append_paths(rng, cache, bounds, 4, nodes=7, depth=4, update=update):
             check_bounds(*reversed(after))
+
+
+def test_a_view_is_not_written():
+    """Its bounds would not be those of the new keys."""
+    view = paged(cache_of(np.random.default_rng(0), [4, 9]), 4, 1, 1)
+    nodes = jnp.zeros((2, 1, HEADS, SIZE))
+    kv, path, count = ((nodes, nodes),), jnp.zeros((2, 1), jnp.int32), jnp.ones(2, jnp.int32)
+    for write in (
+        lambda: full_cache.append(view, kv, path, count),
+        lambda: full_cache.write_chunk(view, kv, jnp.int32(0), count),
+        lambda: full_cache.restore(view, view),
+    ):
+        with pytest.raises(TypeError, match="a PagedCache is only read: pass the KVCache"):
+            write()
