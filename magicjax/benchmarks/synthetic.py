@@ -56,6 +56,9 @@ class Synthetic(Drafter):
     def cache_bytes(self, target: Model, batch: int, capacity: int) -> int:
         return 0 if self.inner is None else self.inner.cache_bytes(target, batch, capacity)
 
+    def state_bytes(self, batch: int) -> int:
+        return 0 if self.inner is None else self.inner.state_bytes(batch)
+
     def prefill(self, target, tokens, cache, stats, settings, previous=None) -> Any:
         if self.inner is None:
             return None

@@ -11,7 +11,7 @@ import jax
 
 import models
 from magicjax import placement
-from magicjax.drafters import Drafter, SmallModel
+from magicjax.drafters import Drafter
 from magicjax.model import Model
 from magicjax.parallel import offloading
 from magicjax.parallel.layouts import Offloaded
@@ -92,21 +92,20 @@ def kv_bytes(
 
     def on_each(model: Model, size: int, states: int) -> int:
         entries = (size - states) // _parts(model, target, mesh, "kv_shards")
-        return entries + states // _parts(model, target, mesh, "shards")
+        return entries + state_bytes(model, target, states, mesh)
 
     cache = on_each(target, target.kv_bytes(rows, capacity), rows * target.state_bytes)
     draft_cache = 0
     for member in () if drafter is None else drafter.members():
         model = next(iter(placement.models_of(member)), target)
-        # Other drafters continue the target's states.
-        states = rows * model.state_bytes if isinstance(member, SmallModel) else 0
-        draft_cache += on_each(model, member.cache_bytes(target, rows, capacity), states)
+        size = member.cache_bytes(target, rows, capacity)
+        draft_cache += on_each(model, size, member.state_bytes(rows))
     return cache, draft_cache
 
 
-def state_bytes(target: Model, rows: int, mesh: AnyMesh | None = None) -> int:
-    """Returns the bytes of the states of a target's rows on each device."""
-    return rows * target.state_bytes // _parts(target, target, mesh, "shards")
+def state_bytes(model: Model, target: Model, size: int, mesh: AnyMesh | None = None) -> int:
+    """Returns the bytes on each device of states of a model, which have `size` bytes in all."""
+    return size // _parts(model, target, mesh, "shards")
 
 
 def largest(sizes: range, limit: float, needed: Callable[[int], float]) -> int:

@@ -205,7 +205,11 @@ class Drafter(abc.ABC):
         return StatsSpec()
 
     def cache_bytes(self, target: Model, batch: int, capacity: int) -> int:
-        """Returns the bytes of its own caches; a full one has `capacity` slots."""
+        """Returns the bytes of its own caches and states; a full one has `capacity` slots."""
+        return 0
+
+    def state_bytes(self, batch: int) -> int:
+        """Returns how many of `cache_bytes` are of states; 0 if those are the target's."""
         return 0
 
     def insert(self, state: Any, row: Any, slot: Int[Array, ""]) -> Any:

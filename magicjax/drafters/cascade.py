@@ -272,6 +272,9 @@ class Cascade(Drafter):
     def cache_bytes(self, target: Model, batch: int, capacity: int) -> int:
         return sum(each.cache_bytes(target, batch, capacity) for each in (self.first, self.middle))
 
+    def state_bytes(self, batch: int) -> int:
+        return self.first.state_bytes(batch) + self.middle.state_bytes(batch)
+
     @property
     def remembers(self) -> bool:
         return self.first.remembers

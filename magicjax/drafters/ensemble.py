@@ -116,6 +116,9 @@ class Ensemble(Drafter):
     def cache_bytes(self, target: Model, batch: int, capacity: int) -> int:
         return sum(drafter.cache_bytes(target, batch, capacity) for drafter in self.drafters)
 
+    def state_bytes(self, batch: int) -> int:
+        return sum(drafter.state_bytes(batch) for drafter in self.drafters)
+
     def prefill(
         self, target, tokens, cache, stats, settings, previous: Previous | None = None
     ) -> tuple[Any, ...]:

@@ -271,6 +271,9 @@ class SmallModel(Drafter):
         sinks = self.sparse.num_pinned if self._moves_sinks else 0
         return self.sparse.num_bytes(self.model, batch) + self.model.kv_bytes(batch, sinks) // 2
 
+    def state_bytes(self, batch: int) -> int:
+        return batch * self.model.state_bytes
+
     def prefill(
         self, target, tokens, cache, stats, settings: Settings, previous: Previous | None = None
     ) -> SmallModelState:

@@ -62,8 +62,8 @@ def _all_snapshot_bytes(row: Request, config: EngineConfig, mesh: AnyMesh | None
     """
     if not (prefixes := num_prefixes(row, config)):
         return 0
-    rows = prefixes + config.prefill_rows
-    return footprint.state_bytes(row.target, SNAPSHOTS * rows, mesh)
+    size = (prefixes + config.prefill_rows) * snapshot_bytes(row)
+    return footprint.state_bytes(row.target, row.target, size, mesh)
 
 
 def check_prefixes(row: Request, config: EngineConfig) -> None:
