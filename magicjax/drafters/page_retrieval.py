@@ -41,12 +41,12 @@ class PageRetrievalState:
 
     Attributes:
       bounds: bounds of the target's committed keys, by page.
-      pages: the pages that each row chose last.
+      chosen_pages: the pages that each row chose last.
       wait: int32 [B], rounds of the row before it chooses again; 0: in the next one.
     """
 
     bounds: PageBounds
-    pages: Pages = struct.field(metadata=logical_axes(LAYER_BATCH, KV_HEADS))
+    chosen_pages: Pages = struct.field(metadata=logical_axes(LAYER_BATCH, KV_HEADS))
     wait: Int[Array, "B"]
 
     @property
@@ -114,15 +114,15 @@ class PageRetrieval(TargetDrafter):
             )
 
     @property
-    def newest_pages(self) -> int:
+    def num_newest_pages(self) -> int:
         """The pages of the newest tokens."""
         slots = max(1, self.budget // 4) if self.recent is None else self.recent
         return -(-slots // self.page_size)
 
     @property
-    def chosen_pages(self) -> int:
+    def num_chosen_pages(self) -> int:
         """C, the pages that the queries choose: all but the first and the newest."""
-        return self.budget // self.page_size - 1 - self.newest_pages
+        return self.budget // self.page_size - 1 - self.num_newest_pages
 
     def check(self, target: Model, tree: Tree, depth: int, context: int) -> None:
         """Raises ValueError if no page can be chosen, or the target cannot draft `tree`."""
@@ -139,8 +139,8 @@ class PageRetrieval(TargetDrafter):
                 "every layer of the target that drafts has a sliding window or a state, and such "
                 "layers are read as they are: use self:streaming, or another drafter"
             )
-        if self.chosen_pages < 1:
-            size, newest = self.page_size, self.newest_pages
+        if self.num_chosen_pages < 1:
+            size, newest = self.page_size, self.num_newest_pages
             raise ValueError(
                 f"budget={self.budget} is too small: use at least {(2 + newest) * size}, for "
                 f"{2 + newest} pages of {size} slots (the first, {newest} of the newest "
@@ -159,9 +159,9 @@ class PageRetrieval(TargetDrafter):
         cache = layer_skipping.of_cache(cache, self.layer_indices)
         bounds = bounds_of(cache, self.page_size, target.dtype)
         pages_of_cache = max(low.shape[2] for low in bounds.low if low is not None)
-        others = pages_of_cache - 1 - self.newest_pages
-        pages = in_order(cache, min(self.chosen_pages, max(1, others)))
-        return PageRetrievalState(bounds, pages, jnp.zeros_like(cache.lengths))
+        others = pages_of_cache - 1 - self.num_newest_pages
+        chosen_pages = in_order(cache, min(self.num_chosen_pages, max(1, others)))
+        return PageRetrievalState(bounds, chosen_pages, jnp.zeros_like(cache.lengths))
 
     def draft_cache(self, state: PageRetrievalState, cache: KVCache) -> PagedCache:
         due = None if self.refresh_every == 1 else state.wait == 0
@@ -169,9 +169,9 @@ class PageRetrieval(TargetDrafter):
         return PagedCache(
             **vars(cache),
             bounds=state.bounds,
-            chosen=state.pages,
+            chosen_pages=state.chosen_pages,
             due=due,
-            newest=self.newest_pages,
+            newest=self.num_newest_pages,
             page_size=self.page_size,
         )
 
@@ -180,10 +180,10 @@ class PageRetrieval(TargetDrafter):
     ) -> tuple[DraftContext, tuple[Pages, Int[Array, "B"]]]:
         context, _ = super().draft_context(target, state, root, cache, sampling, settings)
         if settings.tree.num_nodes == 1:  # the next round chooses
-            return context, (state.pages, state.wait)
-        context, pages = _choose_pages(context)
+            return context, (state.chosen_pages, state.wait)
+        context, chosen_pages = _choose_pages(context)
         wait = jnp.where(state.wait == 0, self.refresh_every, state.wait) - 1
-        return context, (pages, wait)
+        return context, (chosen_pages, wait)
 
     def commit(
         self,
@@ -206,6 +206,6 @@ def _choose_pages(context: DraftContext) -> tuple[DraftContext, Pages]:
     position = context.root_position[:, None]
     attend = ChoosePages(paged, context.backend, positions=position)
     hidden, aux, _ = context.model(context.root[:, None], position, attend)
-    kv, pages = zip(*aux, strict=True)
-    cache = dataclasses.replace(paged, chosen=pages)
-    return dataclasses.replace(context, cache=cache, root_pass=RootPass(hidden, kv)), pages
+    kv, chosen_pages = zip(*aux, strict=True)
+    cache = dataclasses.replace(paged, chosen_pages=chosen_pages)
+    return dataclasses.replace(context, cache=cache, root_pass=RootPass(hidden, kv)), chosen_pages

@@ -193,8 +193,8 @@ class AttendLevel(_Rows):
 class ChoosePages(_Rows):
     """An `attend` for the root alone, whose queries choose the pages that it and its draft read.
 
-    It keeps ((k, v), pages) for each layer: the root's keys and values [B, 1, K, D], and the pages
-    [B, K, C]. Of a layer with a state it keeps (`StateNodes`, None).
+    It keeps ((k, v), layer_pages) for each layer: the root's keys and values [B, 1, K, D], and the
+    pages [B, K, C]. Of a layer with a state it keeps (`StateNodes`, None).
 
     Attributes:
       cache: the committed prefix, with the pages of the previous round.
@@ -211,12 +211,12 @@ class ChoosePages(_Rows):
         return out, (dataclasses.replace(nodes, positions=positions), None)
 
     def _attend(self, q: Array, k: Array, v: Array, **options: Any) -> tuple[Array, Any]:
-        pages, (window,) = self.slice(self.cache.pages), self.cache.windows
+        layer_pages, (window,) = self.slice(self.cache.layer_pages), self.cache.windows
         if window is None:
-            pages = self.cache.choose(q[:, -1], pages, self.slice)
+            layer_pages = self.cache.choose(q[:, -1], layer_pages, self.slice)
         mask = jnp.ones((1, 1), bool)
-        out, _ = _attention(self, mask, q, k, v, pages=pages, **options)
-        return out, ((k, v), pages)
+        out, _ = _attention(self, mask, q, k, v, layer_pages=layer_pages, **options)
+        return out, ((k, v), layer_pages)
 
 
 def _attention(
@@ -226,7 +226,7 @@ def _attention(
     k: Array,
     v: Array,
     *,
-    pages: Int[Array, "B K C"] | None = None,
+    layer_pages: Int[Array, "B K C"] | None = None,
     softcap: float | None = None,
     sinks: Float[Array, "H"] | None = None,
 ) -> tuple[Array, Array]:
@@ -236,7 +236,7 @@ def _attention(
       attend: has the cache, of one layer, the positions and the rows.
       mask: as that of `AttendLevel`.
       q, k, v: the layer's queries, keys and values.
-      pages: those of these rows that are read of a `PagedCache`; None: those chosen before.
+      layer_pages: those of these rows that are read of a `PagedCache`; None: those chosen before.
       softcap, sinks: the model's, as in `DecoderConfig`.
     """
     cache, (window,) = attend.cache, attend.cache.windows
@@ -244,8 +244,9 @@ def _attention(
     options: dict[str, Any] = {}
     slots: Any
     if isinstance(cache, PagedCache) and window is None:
-        pages = attend.slice(cache.pages) if pages is None else pages
-        *slots, lengths = cache.gather(pages, attend.slice, attend.first_row)
+        if layer_pages is None:
+            layer_pages = attend.slice(cache.layer_pages)
+        *slots, lengths = cache.gather(layer_pages, attend.slice, attend.first_row)
     else:
         lengths = cache.live(0)
         if attend.live is not None:

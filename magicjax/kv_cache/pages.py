@@ -91,7 +91,8 @@ def update_bounds(
       count: int32 [B], the number of committed nodes.
       cache: after the round.
     """
-    layers = zip(bounds.low, cache.k, strict=True)  # those with pages have as many
+    # All layers with pages have the same number of pages and slots.
+    layers = zip(bounds.low, cache.k, strict=True)
     num_pages, slots = next((low.shape[2], k.shape[2]) for low, k in layers if _has_pages(low))
     page_size = slots // num_pages
     steps = jnp.arange(path.shape[1])
@@ -146,31 +147,31 @@ class PagedCache(KVCache):
 
     Attributes:
       bounds: bounds of the keys of all its pages.
-      chosen: the pages between, as last chosen.
+      chosen_pages: the pages between, as last chosen.
       due: bool [B], the rows that choose in this round; None: all.
       newest: static; how many pages of the newest tokens are read.
       page_size: static.
     """
 
     bounds: PageBounds = struct.field(kw_only=True)
-    chosen: Pages = struct.field(kw_only=True)
+    chosen_pages: Pages = struct.field(kw_only=True)
     due: Bool[Array, "B"] | None = struct.field(kw_only=True)
     newest: int = struct.field(pytree_node=False, kw_only=True)
     page_size: int = struct.field(pytree_node=False, kw_only=True)
 
     @property
-    def pages(self) -> Int[Array, "B K C"]:
+    def layer_pages(self) -> Int[Array, "B K C"]:
         """The chosen pages of the only layer, which has slots."""
-        (chosen,) = self.chosen
-        assert chosen is not None
-        return chosen
+        (layer_pages,) = self.chosen_pages
+        assert layer_pages is not None
+        return layer_pages
 
     def of_layers(self, layers: Sequence[int]) -> Self:
         """Returns the cache with these layers only, whose arrays it shares."""
         low, high = select(self.bounds.low, layers), select(self.bounds.high, layers)
         bounds = dataclasses.replace(self.bounds, low=low, high=high)
-        chosen = select(self.chosen, layers)
-        return dataclasses.replace(super().of_layers(layers), bounds=bounds, chosen=chosen)
+        pages = select(self.chosen_pages, layers)
+        return dataclasses.replace(super().of_layers(layers), bounds=bounds, chosen_pages=pages)
 
     def choose(
         self, query: Float[Array, "B H D"], old: Int[Array, "B K C"], take: Callable

@@ -44,7 +44,7 @@ def test_pages_change_only_in_every_third_round_of_a_row(monkeypatch):
     monkeypatch.setattr(tiny, "drafter", lambda *_: drafter(every=3))
     prompts, seen = loop.prompts_around_the_budget(), []
     for _, state in loop.rounds("quest", "chain4", prompts, "float32"):
-        seen.append(state.drafter.pages[1][5])  # the row of 30 tokens
+        seen.append(state.drafter.chosen_pages[1][5])  # the row of 30 tokens
     moved = [not np.array_equal(a, b) for a, b in zip(seen, seen[1:], strict=False)]
     assert moved[0] and sum(moved) > 1
     assert not any(m for number, m in enumerate(moved) if number % 3)
@@ -62,12 +62,12 @@ def test_a_round_without_a_draft_leaves_the_choice_to_the_next_one():
         eos_token_id=tiny.NEVER,
     )
     state = Decoder(request).start()
-    before = jax.tree.map(np.array, (state.drafter.pages, state.drafter.wait))
+    before = jax.tree.map(np.array, (state.drafter.chosen_pages, state.drafter.wait))
     settings = request.settings.with_tree(ROOT_ONLY)
     settings = dataclasses.replace(settings, shape=request.settings.shape)
     after = jax.jit(lambda *a: decoding_loop.step(settings, *a))(request.target, own, state)
     np.testing.assert_array_equal(after.cache.lengths, np.asarray(state.cache.lengths) + 1)
-    for old, new in zip(before[0], after.drafter.pages, strict=True):
+    for old, new in zip(before[0], after.drafter.chosen_pages, strict=True):
         np.testing.assert_array_equal(old, new)
     np.testing.assert_array_equal(before[1], after.drafter.wait)
 
@@ -76,13 +76,13 @@ def test_no_more_pages_are_chosen_than_the_cache_has():
     for slots, chosen in ((64, 1), (448, 19), (512, 23), (1024, 23)):
         cache = full_cache.empty(tiny.model(), 2, slots)
         state = magicjax.PageRetrieval(512).prefill(tiny.model(), None, cache, None, None)
-        assert {pages.shape[2] for pages in state.pages} == {chosen}
+        assert {pages.shape[2] for pages in state.chosen_pages} == {chosen}
 
 
 def test_defaults_and_bytes():
     found = magicjax.PageRetrieval(512)
-    assert (found.newest_pages, found.chosen_pages, found.refresh_every) == (8, 23, 1)
-    assert drafter(51, page_size=16, recent=20).newest_pages == 2
+    assert (found.num_newest_pages, found.num_chosen_pages, found.refresh_every) == (8, 23, 1)
+    assert drafter(51, page_size=16, recent=20).num_newest_pages == 2
     model = tiny.model()
     # Two of 16 vectors of the keys, which are half of the cache.
     assert magicjax.PageRetrieval().cache_bytes(model, 3, 640) == (model.kv_bytes(3, 640) // 16)

@@ -63,7 +63,7 @@ def attention(query, keys, values):
 def paged(cache, page_size, chosen, newest, due=None) -> pages.PagedCache:
     bounds = pages.bounds_of(cache, page_size, cache.k[0].dtype)
     start = pages.in_order(cache, chosen)
-    of_pages = dict(bounds=bounds, chosen=start, due=due, newest=newest, page_size=page_size)
+    of_pages = dict(bounds=bounds, chosen_pages=start, due=due, newest=newest, page_size=page_size)
     return pages.PagedCache(**vars(cache), **of_pages)
 
 
@@ -78,8 +78,8 @@ def read(view, q, first_row=None):
     positions = view.lengths[:, None]
     root = attend.ChoosePages(view, None, positions=positions)
     _, (_, chosen) = of_rows(root)(0)(q, zeros, zeros)
-    pages = jax.lax.dynamic_update_slice_in_dim(view.chosen[0], chosen, start, 0)
-    view = view.replace(chosen=(pages,))
+    pages = jax.lax.dynamic_update_slice_in_dim(view.chosen_pages[0], chosen, start, 0)
+    view = view.replace(chosen_pages=(pages,))
     drafted = attend.empty_nodes(view, 1, jnp.float32)
     node, mask = jnp.zeros(1, jnp.int32), jnp.zeros((1, 1), bool)
     level = of_rows(attend.AttendLevel(view, drafted, node, mask, None, positions=positions))
@@ -94,7 +94,7 @@ def check(view, q, rows, found) -> int:
             count = int(view.lengths[row])
             k, v = (np.asarray(x[0][row, head, :count], np.float64) for x in (view.k, view.v))
             query = np.asarray(q[i, 0, head * group : (head + 1) * group], np.float64)
-            shape = view.page_size, view.chosen[0].shape[2], view.newest
+            shape = view.page_size, view.chosen_pages[0].shape[2], view.newest
             wanted = wanted_pages(k, query, *shape)
             slots = [n for n in range(count) if n // view.page_size in wanted]
             mine = out[i, 0, head * group : (head + 1) * group]
@@ -132,7 +132,7 @@ def test_rows_that_are_not_due_read_what_they_chose_before():
     )
     _, before = read(paged(cache, 4, 3, 2), q)
     due = jnp.array([True, False, True, False])
-    view = paged(cache, 4, 3, 2, due).replace(chosen=(before,))
+    view = paged(cache, 4, 3, 2, due).replace(chosen_pages=(before,))
     out, after = read(view, other)
     check(view, other[::2], (0, 2), (out[::2], after[::2]))
     np.testing.assert_array_equal(after[1::2], before[1::2])
