@@ -226,7 +226,7 @@ def packed_types(path: pathlib.Path, config: DecoderConfig, to: str | None = Non
         rows = rows if tensor.fused is None else tensor.fused.part(rows)
         type_name = weight.packed_type
         if weight.tiled_heads is None and is_read_tiled(config, tensor, type_name):
-            type_name = None  # of Qwen3-Next, whose files have another order
+            type_name = None  # a file without tiling
         if to is not None and tensor.is_block_matrix:
             check_fits(to, tensor.matrix, len(rows), weight.source.shape[1])
             type_name = to

@@ -96,7 +96,7 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _file_names(
     tensor: Tensor,
     name_map: gguf.TensorNameMap,
-    file_names: Collection[str],
+    available: Collection[str],
     mtp_block: int | None,
 ) -> list[str]:
     """Returns the names of the tensors of a file that a tensor of Hugging Face format has.
@@ -104,7 +104,7 @@ def _file_names(
     Args:
       tensor: in Hugging Face format.
       name_map: llama.cpp's map.
-      file_names: all names in the file.
+      available: all names in the file.
       mtp_block: the block of the head for multi-token prediction; None: there is none.
     """
     module, _, suffix = tensor.name.removeprefix(MTP_PREFIX).rpartition(".")
@@ -118,9 +118,9 @@ def _file_names(
         name = EXPERT_INDEX.sub("experts.", name).replace(".dt_bias", ".dt_proj.bias")
         suffix = "" if name.endswith((".weight", ".bias", ".A_log")) else ".weight"
         file_name = f"{name_map.get_name(name, ('.weight', '.bias'))}{suffix}"
-        if ".ssm_in." in file_name and file_name not in file_names:
+        if ".ssm_in." in file_name and file_name not in available:
             # Newer files have two tensors, without groups.
-            return [file_name.replace("ssm_in", name) for name in ("attn_qkv", "attn_gate")]
+            return [file_name.replace("ssm_in", half) for half in ("attn_qkv", "attn_gate")]
         return [file_name]
     stem = tensor.name.removesuffix("_bias")
     modules = (
@@ -146,12 +146,12 @@ def _weight(
     is_norm = tensor.path[-1] == "scale" and "delta_net" not in tensor.path
     is_plus_one = config.norm == "rms_plus_one" and is_norm
     return Weight(
-        shape,
-        source,
-        permuted_heads,
-        qkv_groups,
-        tensor.transposed,
-        tensor.expert,
+        shape=shape,
+        source=source,
+        permuted_heads=permuted_heads,
+        qkv_groups=qkv_groups,
+        transposed=tensor.transposed,
+        expert=tensor.expert,
         shift=1.0 if is_plus_one else 0.0,
         is_negated_exp=tensor.path[-1] == "log_rate",
         appended=appended,
