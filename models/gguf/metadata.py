@@ -91,12 +91,9 @@ def decoder_config(metadata: Mapping[str, Any], tensors: Mapping[str, FileTensor
 
     if "token_embd.weight" not in tensors:
         raise ValueError("token_embd.weight is missing: the file holds no language model")
-    hidden_size, num_heads = pop_required("embedding_length"), pop_required("attention.head_count")
-    head_dim = settings.pop("attention.key_length", hidden_size // num_heads)
-    family, num_kv_heads = (
-        ARCHITECTURES[architecture],
-        settings.pop("attention.head_count_kv", num_heads),
-    )
+    family = _family(architecture, settings)
+    fields = _common_fields(prefix, family, settings, tensors, pop_required)
+    head_dim, num_kv_heads = fields["head_dim"], fields["num_kv_heads"]
     rotary_dim = settings.pop("rope.dimension_count", head_dim)
     sizes = {"attention.value_length": settings.pop("attention.value_length", head_dim)}
     if "partial_rotary_factor" not in FAMILIES[family].defaults:
@@ -109,35 +106,6 @@ def decoder_config(metadata: Mapping[str, Any], tensors: Mapping[str, FileTensor
             "rope_factors_short.weight (LongRoPE) is not supported: load the model's Hugging Face "
             "directory"
         )
-    settings.pop("vocab_size", None)  # the embedding has as many rows
-    is_rms = f"{prefix}attention.layer_norm_rms_epsilon" in metadata
-    num_experts, experts_per_token = (settings.pop(f"expert_{n}count", 0) for n in ("", "used_"))
-    if num_experts and family == "llama":
-        family = MIXTRAL
-    if bool(num_experts) != ("num_experts" in FAMILIES[family].keys.values()):
-        raise ValueError(f"{prefix}expert_count={num_experts} is not supported for {architecture}")
-    mlp_prefix = "expert_" if num_experts and family != MIXTRAL else ""
-    if mlp_prefix:
-        settings.pop("feed_forward_length", None)  # of layers without experts
-    mtp_layers = settings.pop("nextn_predict_layers", 0)
-    if mtp_layers > 1:
-        raise ValueError(f"{prefix}nextn_predict_layers={mtp_layers} is not supported: at most 1")
-    fields = {
-        "vocab_size": tensors["token_embd.weight"].shape[0],
-        "hidden_size": hidden_size,
-        "intermediate_size": pop_required(f"{mlp_prefix}feed_forward_length"),
-        "num_experts": num_experts,
-        "experts_per_token": experts_per_token,
-        "num_layers": pop_required("block_count") - mtp_layers,
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "max_positions": pop_required("context_length"),
-        "norm_eps": pop_required(f"attention.layer_norm_{'rms_' if is_rms else ''}epsilon"),
-        "tie_embeddings": "output.weight" not in tensors,
-        "out_bias": any(name.endswith("attn_q.bias") for name in tensors),
-        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
-    }
     raw |= {"model_type": family} | _family_keys(family, fields, settings, tensors)
     if "delta_net" in FAMILIES[family].parts:
         raw |= _delta_net_keys(family, rotary_dim, settings, pop_required)
@@ -149,13 +117,7 @@ def decoder_config(metadata: Mapping[str, Any], tensors: Mapping[str, FileTensor
             raw["rope_parameters"]["truncate"] = False
         if "partial_rotary_factor" in FAMILIES[family].defaults:
             raw["rope_parameters"]["partial_rotary_factor"] = rotary_dim / head_dim
-    for name, value in settings.items():
-        if name not in IGNORED and (
-            name not in SUPPORTED_VALUES or value != SUPPORTED_VALUES[name]
-        ):
-            known = name in SUPPORTED_VALUES
-            remedy = f"it must be {SUPPORTED_VALUES[name]}" if known else "it is not known"
-            raise ValueError(f"{prefix}{name}={value!r} is not supported: {remedy}")
+    _check_unread(prefix, settings)
     config = read_config(raw)
     if (config.num_kv_heads, config.head_dim) != (num_kv_heads, head_dim):
         raise ValueError(
@@ -163,6 +125,66 @@ def decoder_config(metadata: Mapping[str, Any], tensors: Mapping[str, FileTensor
             f"supported: it must be {config.num_kv_heads}, of size {config.head_dim}"
         )
     return config
+
+
+def _family(architecture: str, settings: Mapping[str, Any]) -> str:
+    """Returns the family of a model; raises ValueError if it cannot have its number of experts."""
+    num_experts = settings.get("expert_count", 0)
+    family = ARCHITECTURES[architecture]
+    if num_experts and family == "llama":
+        family = MIXTRAL
+    if bool(num_experts) != ("num_experts" in FAMILIES[family].keys.values()):
+        raise ValueError(
+            f"{architecture}.expert_count={num_experts} is not supported for {architecture}"
+        )
+    return family
+
+
+def _common_fields(
+    prefix: str,
+    family: str,
+    settings: dict[str, Any],
+    tensors: Mapping[str, FileTensor],
+    pop_required: Callable[[str], Any],
+) -> dict[str, Any]:
+    """Returns fields of `DecoderConfig` that all families have; takes from `settings`."""
+    settings.pop("vocab_size", None)  # the embedding has as many rows
+    hidden_size, num_heads = pop_required("embedding_length"), pop_required("attention.head_count")
+    num_experts, experts_per_token = (settings.pop(f"expert_{n}count", 0) for n in ("", "used_"))
+    mlp_prefix = "expert_" if num_experts and family != MIXTRAL else ""
+    if mlp_prefix:
+        settings.pop("feed_forward_length", None)  # of layers without experts
+    mtp_layers = settings.pop("nextn_predict_layers", 0)
+    if mtp_layers > 1:
+        raise ValueError(f"{prefix}nextn_predict_layers={mtp_layers} is not supported: at most 1")
+    norm = "layer_norm_rms" if "attention.layer_norm_rms_epsilon" in settings else "layer_norm"
+    return {
+        "vocab_size": tensors["token_embd.weight"].shape[0],
+        "hidden_size": hidden_size,
+        "intermediate_size": pop_required(f"{mlp_prefix}feed_forward_length"),
+        "num_experts": num_experts,
+        "experts_per_token": experts_per_token,
+        "num_layers": pop_required("block_count") - mtp_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": settings.pop("attention.head_count_kv", num_heads),
+        "head_dim": settings.pop("attention.key_length", hidden_size // num_heads),
+        "max_positions": pop_required("context_length"),
+        "norm_eps": pop_required(f"attention.{norm}_epsilon"),
+        "tie_embeddings": "output.weight" not in tensors,
+        "out_bias": any(name.endswith("attn_q.bias") for name in tensors),
+        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+    }
+
+
+def _check_unread(prefix: str, settings: Mapping[str, Any]) -> None:
+    """Raises ValueError for a setting that is not read, unless it has no effect."""
+    for name, value in settings.items():
+        if name not in IGNORED and (
+            name not in SUPPORTED_VALUES or value != SUPPORTED_VALUES[name]
+        ):
+            known = name in SUPPORTED_VALUES
+            remedy = f"it must be {SUPPORTED_VALUES[name]}" if known else "it is not known"
+            raise ValueError(f"{prefix}{name}={value!r} is not supported: {remedy}")
 
 
 def _family_keys(
