@@ -41,7 +41,7 @@ WORKLOADS = {
 }
 
 
-def keys_and_values(state) -> int:
+def draft_cache_bytes(state) -> int:
     """Returns the bytes of what drafters keep of tokens and their states, on each device."""
 
     def is_bounds(x) -> bool:
@@ -64,7 +64,7 @@ def test_the_bytes_are_those_of_the_arrays_on_each_device(case):
     counted, state = memory.count(request), Decoder(request).state_shapes()
     cache = state.cache
     assert counted.target_kv == part_bytes((cache.k, cache.v, cache.states))
-    assert counted.draft_kv == keys_and_values(state)
+    assert counted.draft_kv == draft_cache_bytes(state)
     assert counted.weights == part_bytes(request.target.params) and not counted.streamed
     drafts = [model.params for model in placement.models_of(request.drafter)]
     assert counted.draft_weights == part_bytes(drafts)
