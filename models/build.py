@@ -57,7 +57,7 @@ def blocks_in(config: DecoderConfig, form: WeightFormat | str | None) -> MatrixF
 
 def block_params(module: nn.Module, layer: int = 0) -> dict[str, Any]:
     """Returns the shapes and dtypes of a layer's parameters, boxed as in `abstract_params`."""
-    return _block_shapes(layer_module(module, layer))
+    return jax.tree.map(lambda x: x, _block_shapes(layer_module(module, layer)))  # a copy
 
 
 def quantize_block(block: dict[str, Any], module: nn.Module, layer: int = 0) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def quantize_block(block: dict[str, Any], module: nn.Module, layer: int = 0) -> 
     return quantize_params(block, nn.meta.unbox(block_params(module, layer)), formats)
 
 
-@functools.lru_cache(maxsize=8)  # by the block: those of a kind are equal
+@functools.lru_cache(maxsize=256)  # by the block: each layer of a model can be of its own kind
 def _block_shapes(block: Block) -> dict[str, Any]:
     return jax.eval_shape(lambda key: _init_block(block, key), jax.random.key(0))
 
