@@ -378,14 +378,14 @@ def skeleton(
     Args:
       source, dtype, weights, shards, stages, offload, draft_vocab, kv_dtype: see `load`.
       packed: whether matrices of a GGUF file stay as they are, and others can be rounded to its
-        types, as `load` does on a CPU without a mesh.
+        types, as `load` does on a CPU without mesh and offload.
     """
     source = source_of(source)
     if offload:
         offloading.check_layers(source.config)
     dtype = source.stored_dtype if dtype is None else dtype
-    in_types = packed and not offload
-    formats = source.matrix_formats(weights, dtype, packed=in_types, alike=stages > 1)
+    is_packed = packed and not offload
+    formats = source.matrix_formats(weights, dtype, packed=is_packed, alike=stages > 1)
     module = models.build(source.config, dtype, formats)
     layout = Offloaded(offloading.shapes(module)) if offload else Resident()
     ids = {} if source.directory is None else models.special_tokens(source.directory)

@@ -118,7 +118,7 @@ class Source:
         Args:
           weights, dtype: arguments of `magicjax.load`.
           packed: whether matrices of a GGUF file stay packed, and others can be packed.
-          alike: whether all layers have the same, as with `stages`.
+          alike: whether all layers have the same formats, as with `stages`.
 
         Raises as `models.matrix_formats`.
         """
