@@ -358,7 +358,7 @@ def _check_dtype(dtype: Any) -> None:
     )
 
 
-def skeleton(
+def abstract_model(
     source: str | os.PathLike | Source,
     dtype: Any = None,
     *,

@@ -18,7 +18,7 @@ from magicjax.decoding.preparation import PREFILL_TOKENS, validated_request
 from magicjax.decoding.request import Request
 from magicjax.engine import memory_check
 from magicjax.engine.config import EngineConfig
-from magicjax.loading import skeleton
+from magicjax.loading import abstract_model
 from magicjax.model import Model
 from magicjax.prediction import choosing
 from magicjax.sources import Source
@@ -33,8 +33,8 @@ _source = functools.cache(Source)
 
 @functools.cache
 def unloaded(source: str, dtype: str = "float32", **options: Any) -> Model:
-    """Returns the model of a source without weights; the arguments are those of `skeleton`."""
-    return skeleton(_source(source), dtype, **options)
+    """Returns the model of a source without weights, given the arguments of `abstract_model`."""
+    return abstract_model(_source(source), dtype, **options)
 
 
 def model_problems(groups: Groups, record: bool = False) -> dict[grid.Cell, str]:

@@ -33,7 +33,7 @@ from magicjax.decoding.rounds import Show, exhausted
 from magicjax.decoding.stats import summed
 from magicjax.decoding.text import NewTokens
 from magicjax.files import locked, write_atomically
-from magicjax.loading import skeleton
+from magicjax.loading import abstract_model
 from magicjax.parallel import offloading
 from magicjax.prediction import choosing
 from magicjax.sources import Source
@@ -115,7 +115,7 @@ class Bench:
             stored_as = cell.storage if directory == cell.target else {}
             form = stored_as.get("weights")
             packed = cell.activations == "int8"
-            model = skeleton(self._source(directory), cell.dtype, weights=form, packed=packed)
+            model = abstract_model(self._source(directory), cell.dtype, weights=form, packed=packed)
             needed = footprint.of_models(model, None, rows=1, capacity=0).weights
             size = offloading.device_memory() or offloading.free_host_memory() or math.inf
             fits = needed < MEMORY_SHARE * size

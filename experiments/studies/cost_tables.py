@@ -26,7 +26,7 @@ import models
 from experiments.studies import tables
 from magicjax.benchmarks.tables import markdown_table
 from magicjax.drafters.spec import make_drafter
-from magicjax.loading import skeleton
+from magicjax.loading import abstract_model
 from magicjax.prediction import cost_model
 from magicjax.prediction.planner import Candidate, acceptance, inflection
 from magicjax.prediction.planner.candidates import make_draft, model_sizes
@@ -153,7 +153,7 @@ def of_grid(summary: str, profile: str) -> list[dict[str, Any]]:
     table = pd.read_csv(summary)
     if missing := COLUMNS - {*table}:
         raise ValueError(f"{summary} is not the summary of a grid: it lacks {sorted(missing)}")
-    target_of = functools.cache(skeleton)
+    target_of = functools.cache(abstract_model)
     rows = []
     for row in table[table.status == "ok"].to_dict("records"):
         text = row["method"].split(", ")[0]
@@ -167,7 +167,7 @@ def of_grid(summary: str, profile: str) -> list[dict[str, Any]]:
         packed = row["activations"] == "int8"
         model = target_of(row["target"], row["dtype"], packed=packed, **storage)
         target = model_sizes(model, row["dtype"])
-        load = functools.partial(skeleton, dtype=row["dtype"])
+        load = functools.partial(abstract_model, dtype=row["dtype"])
         draft = make_draft(make_drafter(text, load), target, row["dtype"])
         shape = int(row["batch"]), int(row["context"]), int(row["nodes"]), int(row["gamma"])
         cells = {"batch": shape[0], "context": shape[1], "method": row["method"], "tau": row["tau"]}

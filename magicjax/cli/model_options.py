@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from magicjax.cli import arg_utils
-from magicjax.loading import ACTIVATIONS, skeleton
+from magicjax.loading import ACTIVATIONS, abstract_model
 from magicjax.model import KV_DTYPES, Model
 from magicjax.sources import Source
 from models import parse_weights
@@ -115,10 +115,10 @@ def unloaded(
     Args:
       arguments: the parsed options of a command with --dtype and --activations.
       dtype: the default of --dtype; None: as stored.
-      source, options: arguments of `skeleton`.
+      source, options: arguments of `abstract_model`.
     """
     packed = arguments.activations == "int8" and not getattr(arguments, "mesh", None)
-    return skeleton(source, arguments.dtype or dtype, packed=packed, **options)
+    return abstract_model(source, arguments.dtype or dtype, packed=packed, **options)
 
 
 def check_context(source: Source, context: int, timed_tokens: int = 0) -> None:

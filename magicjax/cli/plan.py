@@ -11,7 +11,7 @@ from magicjax import placement
 from magicjax.cli import model_options
 from magicjax.drafters.sparse import BUDGET
 from magicjax.drafters.spec import make_drafter, parse_one
-from magicjax.loading import skeleton
+from magicjax.loading import abstract_model
 from magicjax.model import DTYPES, Model
 from magicjax.options import token_count
 from magicjax.parallel import offloading
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> None:
     machine = machine_of(arguments)
     arguments.dtype = arguments.dtype or machine.device.dtype
     source = Source(arguments.target)
-    model = skeleton(
+    model = abstract_model(
         source,
         arguments.dtype,
         weights=arguments.weights,
@@ -146,7 +146,7 @@ def candidates_of(
         measured = [acceptance.from_text(source, drafter)]
     at_context = acceptance.at_context(measured, arguments.context)
     packed = _is_packed(arguments, machine)
-    load = functools.partial(skeleton, dtype=arguments.dtype, packed=packed)
+    load = functools.partial(abstract_model, dtype=arguments.dtype, packed=packed)
     shape = arguments.batch, arguments.context
     candidates = [
         candidate(name, table, target, machine, *shape, load)
@@ -167,7 +167,7 @@ def candidate(
     """Returns the candidate of a drafter, whose spec is `name`, with its acceptance.
 
     Args:
-      target: a skeleton, as it will be loaded.
+      target: an abstract model, as it will be loaded.
       machine: divides the target.
       batch, context: B, and the tokens of each row's cache.
       load: loads small models.

@@ -139,7 +139,7 @@ def free_memory(target: Model, mesh: AnyMesh | None) -> float | None:
     if isinstance(mesh, Mesh):
         devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
     elif mesh is None:
-        placed = arrays and arrays[0].sharding is not None  # not the shapes of a skeleton
+        placed = arrays and arrays[0].sharding is not None  # not the shapes of an abstract model
         devices = list(arrays[0].sharding.device_set) if placed else jax.local_devices()[:1]
     else:
         return None

@@ -44,7 +44,8 @@ def prepare(
     """Returns the validated request, placed on the devices.
 
     Args:
-      target: a model; the weights of a skeleton (`loading.skeleton`) are loaded after validation.
+      target: a model; the weights of an abstract one (`loading.abstract_model`) are loaded after
+        validation.
       prompts, params: arguments of `magicjax.generate`.
       options: its keyword arguments.
 
@@ -66,8 +67,7 @@ def validated_request(
 ) -> Request:
     """Returns the request with numpy arrays (and JAX keys under sampling); no program is compiled.
 
-    The target may have no parameters (`loading.skeleton`). Draft models that a text names have
-    none.
+    The target may be abstract (`loading.abstract_model`). Draft models that a text names are.
 
     Raises:
       ValueError, TypeError: invalid arguments; see `magicjax.generate`.
@@ -161,7 +161,7 @@ def drafter_and_tree(
                 f"{name}='auto' is not supported here: choose one with magicjax.generate, and pass "
                 "its output's choice.drafter and choice.tree"
             )
-    load = functools.partial(loading.skeleton, dtype=target.dtype)
+    load = functools.partial(loading.abstract_model, dtype=target.dtype)
     return resolve(drafter, tree, load)
 
 

@@ -17,7 +17,7 @@ import models
 from experiments.runner import preflight, workload
 from experiments.schema import config, grid
 from magicjax import downloads, placement, sources
-from magicjax.loading import skeleton, with_weights
+from magicjax.loading import abstract_model, with_weights
 from magicjax.sources import Source
 from models.gguf import files as gguf_files
 from pallas_kernels.cpu import build
@@ -85,7 +85,7 @@ def test_every_part_of_a_model_can_be_read_from_a_gguf_file(gguf, cache):
     model = magicjax.load(gguf)
     (directory,) = cache.glob("[!.]*")
     assert model.name == "tiny.gguf" and model.eos_token_ids == (298,)
-    assert model.config == Source(gguf).config == skeleton(str(gguf)).config == CONFIG
+    assert model.config == Source(gguf).config == abstract_model(str(gguf)).config == CONFIG
     assert model.tokenizer("abc")["input_ids"] == Source(gguf).tokenizer("abc")["input_ids"]
     assert grid.fingerprint(str(gguf)) == grid.fingerprint(str(directory)) != ""
     preflight._check_tokenizer(str(gguf))
@@ -102,7 +102,7 @@ def test_a_source_is_found_and_read_once(gguf, monkeypatch):
         count = lambda path, real=real, name=name: calls.append(name) or real(path)  # noqa: E731
         monkeypatch.setattr(owner, name, count)
     source = Source(gguf)
-    model = with_weights(skeleton(source, kv_dtype="int8"))
+    model = with_weights(abstract_model(source, kv_dtype="int8"))
     assert model.params is not None and magicjax.load(source).config == model.config
     assert sorted(calls) == ["_find", "load_config", "load_tokenizer"]
 
@@ -269,7 +269,7 @@ def test_concurrent_conversions_run_once_and_all_succeed(gguf, cache, written):
     ],
 )
 def test_what_is_no_source_is_an_error(source, kind, message):
-    for function in (directory_of, magicjax.load, skeleton):
+    for function in (directory_of, magicjax.load, abstract_model):
         with pytest.raises(kind) as error:
             function(source)
         assert message in str(error.value)
@@ -293,7 +293,7 @@ def test_matrices_stay_in_the_types_of_the_file_unless_activations_are_floating_
     packed = magicjax.load(gguf)
     types = dict(packed.weights.texts)
     assert {*types.values()} == {"Q4_1", "Q8_0"} and len(types) < 9  # others are floating-point
-    unloaded = {a: skeleton(str(gguf), packed=a).weights for a in (True, False)}
+    unloaded = {a: abstract_model(str(gguf), packed=a).weights for a in (True, False)}
     assert unloaded[True] == packed.weights
     in_integers = magicjax.load(gguf, activations="float").weights
     assert unloaded[False] == in_integers and str(in_integers) == "int4:32+zeros+int8:32"

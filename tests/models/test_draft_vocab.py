@@ -125,7 +125,7 @@ def test_a_path_is_loaded_with_the_draft_vocabulary(tmp_path, random_params):
     models.save_checkpoint(tmp_path / "m", module, random_params(module), eos_token_ids=ENDS)
     target = magicjax.load(tmp_path / "m", "float32")
     text = f"small:{tmp_path / 'm'}:draft_vocab=48"
-    drafter = spec.make_drafter(text, lambda path, **o: loading.skeleton(path, **o))
+    drafter = spec.make_drafter(text, lambda path, **o: loading.abstract_model(path, **o))
     out = magicjax.generate(
         target, [[1, 2, 3]], magicjax.SamplingParams(max_tokens=8), drafter=drafter
     )

@@ -236,7 +236,7 @@ def test_files_without_such_a_head_are_refused(change, head, message, tmp_path):
 
 
 def test_a_target_without_files_and_other_models_are_refused(stored):
-    target, params = loading.skeleton("llama-68m"), magicjax.SamplingParams(max_tokens=2)
+    target, params = loading.abstract_model("llama-68m"), magicjax.SamplingParams(max_tokens=2)
     with pytest.raises(ValueError, match="has no files with a head .* name that directory"):
         magicjax.generate(target, [[5]], params, drafter="mtp")
     files = stored("qwen3")

@@ -8,7 +8,7 @@ import pytest
 
 import magicjax
 import models
-from magicjax.loading import skeleton
+from magicjax.loading import abstract_model
 from magicjax.sources import Source
 from tests.magicjax import keywords
 from tests.models.quantized_layouts import write_pair
@@ -121,7 +121,7 @@ def on_meshes(folder):
 def test_offloaded_layers_keep_their_formats(tmp_path):
     folder, plain = write_pair(tmp_path, MIXTURE, IGNORED)
     resident, offloaded = (magicjax.load(folder, "float32", offload=o) for o in (False, True))
-    assert offloaded.weights == resident.weights == skeleton(folder, offload=True).weights
+    assert offloaded.weights == resident.weights == abstract_model(folder, offload=True).weights
     assert len(offloaded.layout.blocks) == 2  # a stack of each layer
     right = greedy(magicjax.load(plain, "float32"))
     assert greedy(offloaded) == greedy(magicjax.offload(resident)) == greedy(resident) == right

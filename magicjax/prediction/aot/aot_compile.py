@@ -28,7 +28,7 @@ from magicjax.decoding.request import Request, RequestOptions
 from magicjax.drafters.spec import make_drafter
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.kv_cache.sparse_cache import DraftCache
-from magicjax.loading import skeleton
+from magicjax.loading import abstract_model
 from magicjax.model import Model
 from magicjax.parallel import offloading
 from magicjax.parallel.layouts import Offloaded
@@ -87,7 +87,7 @@ class AotWorkload:
         return MeshSize(self.data, self.model, self.stage)
 
 
-def abstract_model(
+def _with_param_shapes(
     source: str,
     dtype: str,
     shards: int | None = None,
@@ -95,8 +95,8 @@ def abstract_model(
     packed: bool = False,
     **options: Any,
 ) -> Model:
-    """Returns a model whose parameters are shapes."""
-    model = skeleton(source, dtype, packed=packed, shards=shards, offload=offload, **options)
+    """Returns an abstract model with the shapes of its parameters."""
+    model = abstract_model(source, dtype, packed=packed, shards=shards, offload=offload, **options)
     params = nn.meta.unbox(model.layout.abstract_params(model.module))
     return dataclasses.replace(model, params=params)
 
@@ -109,7 +109,7 @@ def abstract_request(load: AotWorkload, mesh: AnyMesh) -> Request:
     """
     _check(load)
     packed = targets.is_cpu(load.device)
-    model = functools.partial(abstract_model, dtype=load.dtype, packed=packed)
+    model = functools.partial(_with_param_shapes, dtype=load.dtype, packed=packed)
     small = functools.partial(model, shards=load.draft_shards)
     drafter = make_drafter(load.drafter, small) if load.drafter else None
     if load.draft_shards is not None and not placement.models_of(drafter):

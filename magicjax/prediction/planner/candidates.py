@@ -29,7 +29,7 @@ TARGET_DRAFTERS = SelfSpeculation | PageRetrieval | FullCacheSpeculation
 
 
 def model_sizes(model: Model, dtype: Any) -> cost_model.Sizes:
-    """Returns the sizes of a model; `dtype` is used for a skeleton, whose parameters have none."""
+    """Returns the sizes of a model; `dtype` is that of an abstract one, which has no weights."""
     dtype = str(np.dtype(dtype if model.params is None else model.dtype))
     return cost_model.sizes_of(
         model.config,
@@ -61,7 +61,7 @@ def make_draft(drafter: Drafter, target: cost_model.Sizes, dtype: Any) -> cost_m
     Args:
       drafter: one that runs the target, a small model, or prompt lookup.
       target: sizes of the target.
-      dtype: dtype of a small model that is a skeleton.
+      dtype: dtype of a small model without weights.
 
     Raises:
       ValueError: the planner does not support the drafter, or the target lacks its layers.

@@ -96,15 +96,16 @@ def test_the_output_matrix_that_a_head_shares_with_its_target_counts_once(tied):
     assert other.draft_weights - unloaded.draft_weights == 4 * tiny.VOCAB * 32
 
 
-def skeleton(dtype="float32"):
+def abstract_model(dtype="float32"):
     return magicjax.Model(models.build(tiny.config(), dtype), None)
 
 
 def test_weights_are_new_until_they_are_loaded():
-    loaded, counted = memory.count(request_of(tiny.model())), memory.count(request_of(skeleton()))
+    loaded = memory.count(request_of(tiny.model()))
+    counted = memory.count(request_of(abstract_model()))
     assert dataclasses.replace(counted, allocated=counted.weights) == loaded
     assert counted.new == counted.resident == loaded.resident == loaded.new + counted.weights
-    half = memory.count(request_of(skeleton("bfloat16")))
+    half = memory.count(request_of(abstract_model("bfloat16")))
     assert 2 * half.resident == counted.resident
 
 
@@ -113,12 +114,12 @@ def test_an_offloaded_target_has_two_layers_before_it_is_loaded(model):
     load = dataclasses.replace(LOAD, offload=True, model=model)
     mesh = abstract_mesh(model=model)
     shapes = memory.count(aot_compile.abstract_request(load, mesh))
-    target = loading.skeleton(load.target, load.dtype, offload=True)
+    target = loading.abstract_model(load.target, load.dtype, offload=True)
     counted = memory.count(request_of(target, mesh=mesh))
     for name in ("weights", "streamed"):  # each device has all norms
         assert getattr(counted, name) == pytest.approx(getattr(shapes, name), rel=1e-3)
     assert counted.streamed > 0
-    resident = loading.skeleton(load.target, load.dtype)
+    resident = loading.abstract_model(load.target, load.dtype)
     whole = footprint.of_models(resident, None, 1, 64, mesh)
     assert counted.weights + counted.streamed < whole.weights / 4 and not whole.streamed
 

@@ -19,12 +19,12 @@ def request_of(target, rows=4, tokens=200, **options):
     return keywords.prepare(target, [[1] * tokens] * rows, max_tokens=20, **options)
 
 
-def skeleton(dtype="float32"):
+def abstract_model(dtype="float32"):
     return magicjax.Model(models.build(tiny.config(), dtype), None)
 
 
 def test_weights_count_until_they_are_loaded():
-    loaded, target = request_of(tiny.model()), request_of(skeleton())
+    loaded, target = request_of(tiny.model()), request_of(abstract_model())
     counted = memory.count(target)
     memory.check(loaded, available=counted.target_kv)
     memory.check(target, available=counted.resident)
@@ -35,7 +35,7 @@ def test_weights_count_until_they_are_loaded():
 
 
 def test_two_layers_of_an_offloaded_target_count():
-    request = request_of(loading.skeleton("llama-2-7b-32k", "bfloat16", offload=True))
+    request = request_of(loading.abstract_model("llama-2-7b-32k", "bfloat16", offload=True))
     counted = memory.count(request)
     assert f"target's weights {(counted.weights + counted.streamed) / 1e9:.3g} GB, its KV" in (
         memory.describe(request)
@@ -117,7 +117,7 @@ class Device:
 
 def test_memory_in_use_is_not_free(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
-    assert memory.free_memory(skeleton(), None) == 600
+    assert memory.free_memory(abstract_model(), None) == 600
 
 
 @pytest.mark.parametrize(

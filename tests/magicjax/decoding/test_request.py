@@ -38,18 +38,18 @@ def test_generate_and_stream_take_the_options_that_are_validated():
 
 
 def test_a_target_without_weights_is_validated_on_the_host():
-    skeleton = magicjax.Model(models.build(tiny.config()), None)
-    request = validated_request(skeleton, PROMPTS, PARAMS)
+    abstract_model = magicjax.Model(models.build(tiny.config()), None)
+    request = validated_request(abstract_model, PROMPTS, PARAMS)
     assert all(type(array) is np.ndarray for array in arrays(request))
     assert request.rows.tokens.tolist() == [[1, 2] + [0] * 14, [3] + [0] * 15]
     assert request.rows.limits.tolist() == [3, 4]
 
 
 def test_weights_are_loaded_after_validation():
-    skeleton = loading.skeleton("opt-125m", "float32")
+    abstract_model = loading.abstract_model("opt-125m", "float32")
     loaded = []
     lazy = dataclasses.replace(
-        skeleton, load=lambda **options: loaded.append(options) or tiny.model()
+        abstract_model, load=lambda **options: loaded.append(options) or tiny.model()
     )
     with pytest.raises(ValueError, match="shorten the prompt"):
         prepare(lazy, [[0] * 4096])
@@ -61,20 +61,20 @@ def test_weights_are_loaded_after_validation():
 def test_a_preset_keeps_the_tokenizer_that_it_was_given(monkeypatch):
     monkeypatch.setattr(loading, "_initialized", lambda *_: ({}, Resident()))
     source = Source("opt-125m", "experiments/zoo/target")
-    skeleton = loading.skeleton(source, "float32")
-    assert loading.with_weights(skeleton).tokenizer is source.tokenizer is not None
+    abstract_model = loading.abstract_model(source, "float32")
+    assert loading.with_weights(abstract_model).tokenizer is source.tokenizer is not None
     other = types.SimpleNamespace(get_vocab=dict)
-    replaced = dataclasses.replace(skeleton, tokenizer=other)
+    replaced = dataclasses.replace(abstract_model, tokenizer=other)
     assert loading.with_weights(replaced).tokenizer is other
 
 
 def test_a_copy_is_validated_for_the_mesh_before_the_target_has_weights():
-    skeleton = dataclasses.replace(tiny.model(), params=None)
+    abstract_model = dataclasses.replace(tiny.model(), params=None)
     options = RequestOptions(drafter=magicjax.FullCacheSpeculation(weights="int4:8"))
-    validated_request(skeleton, PROMPTS, options=options)
+    validated_request(abstract_model, PROMPTS, options=options)
     options = dataclasses.replace(options, mesh=abstract_mesh(model=2))
     with pytest.raises(ValueError, match="groups of 8 do not divide the 20 inputs of mlp/down on"):
-        validated_request(skeleton, PROMPTS, options=options)
+        validated_request(abstract_model, PROMPTS, options=options)
 
 
 def test_each_row_has_its_parameters():

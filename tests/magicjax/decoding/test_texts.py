@@ -8,7 +8,7 @@ import pytest
 
 import magicjax
 import models
-from magicjax.loading import skeleton
+from magicjax.loading import abstract_model
 from tests.magicjax import keywords, tiny
 from tests.magicjax.small_tokenizers import (
     ANSWER,
@@ -139,7 +139,7 @@ def test_the_eos_of_the_tokenizer_ends_a_text(directory, tmp_path):
         target = magicjax.load(path, dtype="float32")
         end = target.tokenizer.convert_tokens_to_ids(TURN)
         assert target.tokenizer.eos_token_id == 2
-        assert target.eos_token_ids == skeleton(path).eos_token_ids == (*expected, end)
+        assert target.eos_token_ids == abstract_model(path).eos_token_ids == (*expected, end)
 
 
 def test_stop_strings_can_be_special_tokens(target):

@@ -78,9 +78,9 @@ def test_a_coarse_copy_accepts_less():
 def test_memory_counts_the_copy_with_and_without_weights():
     target, drafter = tiny.model(), magicjax.FullCacheSpeculation(weights="int8")
     (copy,) = placement.models_of(request_of(drafter).drafter)
-    skeleton = dataclasses.replace(target, params=None)
-    request = request_of(drafter, skeleton)
-    plain = request_of(magicjax.FullCacheSpeculation(), skeleton)
+    abstract_model = dataclasses.replace(target, params=None)
+    request = request_of(drafter, abstract_model)
+    plain = request_of(magicjax.FullCacheSpeculation(), abstract_model)
     added = memory.count(request).new - memory.count(plain).new
     assert added == part_bytes(copy.params)
 

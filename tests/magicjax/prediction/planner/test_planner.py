@@ -15,7 +15,7 @@ from magicjax.drafters import (
     SelfSpeculation,
     SmallModel,
 )
-from magicjax.loading import skeleton
+from magicjax.loading import abstract_model
 from magicjax.prediction import cost_model, planner
 from magicjax.prediction.cost_model import Draft, Machine, round_cost
 from magicjax.prediction.planner import Candidate, plan
@@ -113,7 +113,7 @@ def test_candidates_that_do_not_fit_are_excluded():
 
 
 def test_the_memory_of_candidates_is_their_footprint():
-    target, machine = skeleton("llama-3.1-8b", "bfloat16"), Machine(H100.device, model=2)
+    target, machine = abstract_model("llama-3.1-8b", "bfloat16"), Machine(H100.device, model=2)
     slot, where = 131072 / 2, (3, 100)  # bytes of a token on each device
     weights = 2 * models.count_params(models.preset("llama-3.1-8b")) / 2
     assert free_memory(target, machine, *where) == H100.device.memory - weights - 3 * 100 * slot
@@ -125,13 +125,14 @@ def test_the_memory_of_candidates_is_their_footprint():
     }
     for drafter, memory in expected.items():
         assert footprint_on(machine, target, drafter, *where).draft == memory
-    small = skeleton("llama-3.2-1b", "bfloat16")
+    small = abstract_model("llama-3.2-1b", "bfloat16")
     draft = footprint_on(machine, target, SmallModel(small), *where).draft
     assert draft == footprint_on(machine, small, None, *where).resident
 
 
 def test_a_small_model_is_on_as_many_devices_as_its_heads_divide_over():
-    target, small = (skeleton(name, "bfloat16") for name in ("llama-2-7b", "llama-68m"))  # 12 heads
+    target = abstract_model("llama-2-7b", "bfloat16")
+    small = abstract_model("llama-68m", "bfloat16")  # 12 heads
     eight, four = (
         footprint_on(Machine(H100.device, model=n), target, SmallModel(small), 3, 100).draft
         for n in (8, 4)
@@ -140,7 +141,7 @@ def test_a_small_model_is_on_as_many_devices_as_its_heads_divide_over():
 
 
 def test_the_remedy_is_the_most_rows_that_fit():
-    target, h100 = skeleton("llama-3.1-8b", "bfloat16"), cost_model.find_device("h100")
+    target, h100 = abstract_model("llama-3.1-8b", "bfloat16"), cost_model.find_device("h100")
     with pytest.raises(ValueError, match="at most 15 rows fit; use a smaller batch"):
         free_memory(target, Machine(h100), 16, 32_000)
     assert free_memory(target, Machine(h100), 15, 32_000) >= 0
