@@ -104,7 +104,7 @@ class Model:
         return getattr(config, "windows", (None,) * config.num_layers)
 
     @property
-    def linear(self) -> tuple[bool, ...]:
+    def recurrent(self) -> tuple[bool, ...]:
         """Whether each layer has a state in place of keys and values."""
         config = self.config
         return getattr(config, "linear", (False,) * config.num_layers)
@@ -116,21 +116,21 @@ class Model:
         return getattr(config, "kv_sources", (None,) * config.num_layers)
 
     @property
-    def has_slots(self) -> tuple[bool, ...]:
+    def has_kv(self) -> tuple[bool, ...]:
         """Whether each layer has keys and values of its own in a cache."""
-        layers = zip(self.linear, self.kv_sources, strict=True)
-        return tuple(not linear and source is None for linear, source in layers)
+        layers = zip(self.recurrent, self.kv_sources, strict=True)
+        return tuple(not is_recurrent and source is None for is_recurrent, source in layers)
 
     @property
     def pinnable(self) -> tuple[bool, ...]:
         """Whether a policy chooses entries of each layer, which sees the whole text in slots."""
-        layers = zip(self.windows, self.has_slots, strict=True)
-        return tuple(window is None and has_slots for window, has_slots in layers)
+        layers = zip(self.windows, self.has_kv, strict=True)
+        return tuple(window is None and has_kv for window, has_kv in layers)
 
     @property
     def state_bytes(self) -> int:
         """The bytes of a row's states in all layers that have one."""
-        return self.config.state_bytes(self.dtype.itemsize) if any(self.linear) else 0
+        return self.config.state_bytes(self.dtype.itemsize) if any(self.recurrent) else 0
 
     def kv_bytes(self, batch: int, slots: int) -> int:
         """Returns the bytes of a cache: of keys and values, and of states.
@@ -140,7 +140,7 @@ class Model:
         entries = sum(
             layer_slots(window, slots) * self.slot_bytes(layer, self.kv_bits)
             for layer, window in enumerate(self.windows)
-            if self.has_slots[layer]
+            if self.has_kv[layer]
         )
         return batch * (entries + self.state_bytes)
 

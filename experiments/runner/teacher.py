@@ -53,7 +53,7 @@ def attend_of(model: Any, sinks: int = 0, window: int | None = None):
     attention = functools.cache(windowed_attention)  # equal layers share a trace
 
     def attend(layer: int) -> LayerAttend:
-        if model.linear[layer]:
+        if model.recurrent[layer]:
             return Partial(_run_states)
         own = model.windows[layer]
         view = sinks, window

@@ -173,7 +173,7 @@ class SmallModel(Drafter):
                 f"the draft model {self.model.name!r} has its cache in {self.model.kv_bits} bits, "
                 "which only a target supports: load it without kv_dtype"
             )
-        if any(self.model.linear) and self.sparse is not None:
+        if any(self.model.recurrent) and self.sparse is not None:
             raise ValueError(
                 f"the draft model {self.model.name!r} of family {self.model.config.family!r} has "
                 "layers with a state (gated delta nets), which no policy can choose entries of: "

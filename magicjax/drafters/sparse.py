@@ -125,14 +125,14 @@ class SparseSettings:
     def slots(self, model: Model) -> tuple[int, ...]:
         """Returns C of each layer, the slots of the cache."""
         pinned = self._pinned(model)
-        layers = zip(pinned, model.windows, model.has_slots, strict=True)
+        layers = zip(pinned, model.windows, model.has_kv, strict=True)
         return tuple(
             0
-            if not has_slots
+            if not has_kv
             else self.ring + count
             if window is None
             else window_slots(window, self.budget)
-            for count, window, has_slots in layers
+            for count, window, has_kv in layers
         )
 
     def _pinned(self, model: Model) -> tuple[int, ...]:
@@ -162,7 +162,7 @@ class SparseSettings:
         candidates = (full.lengths - self.ring).clip(0)
         counts, pins = self._pinned(model), list[Any]()
         for layer, (k, v, count) in enumerate(zip(full.k, full.v, counts, strict=True)):
-            if not model.has_slots[layer]:
+            if not model.has_kv[layer]:
                 pins.append(None)
                 continue
             if not model.pinnable[layer]:

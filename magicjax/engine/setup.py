@@ -74,7 +74,7 @@ class EngineSetup:
         largest = self.config.prefill_chunk
         overlap = int(bool(stats_spec.layer_inputs))
         stored = memory_check.num_prefixes(self.row, self.config) > 0
-        keeps_states = stored and any(self.row.target.linear)
+        keeps_states = stored and any(self.row.target.recurrent)
         reread = stats_spec.window, stats_spec.total, overlap
         return PrefillRule(chunk, largest, *reread, keeps_states)
 

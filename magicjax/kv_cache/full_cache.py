@@ -32,7 +32,7 @@ class KVCache:
     """All committed keys and values that later tokens can see.
 
     Attributes:
-      k, v: one array [R, K, S, D] per layer of `Model.has_slots`, None for others. R is B, or more
+      k, v: one array [R, K, S, D] per layer of `Model.has_kv`, None for others. R is B, or more
         in a part of an engine's batch, whose rows are the first B, read and written in place.
         With `Model.kv_bits` they are `Quantized`, with scales that are powers of two (`as_stored`).
       lengths: int32 [B], the committed tokens. Slots without one hold finite garbage that later
@@ -91,13 +91,13 @@ def empty(model: Model, batch: int, slots: int) -> KVCache:
         heads, size = model.local_kv_heads(layer), model.layer_config(layer).kv_head_dim
         return batch, heads, layer_slots(windows[layer], slots), size
 
-    layers = [shape_of(i) if has_slots else None for i, has_slots in enumerate(model.has_slots)]
+    layers = [shape_of(i) if has_kv else None for i, has_kv in enumerate(model.has_kv)]
     k, v = (tuple(_zeros(shape, model) for shape in layers) for _ in "kv")
     states: tuple = ()
-    if any(model.linear):
+    if any(model.recurrent):
         whole: Any = model.config.delta_net
         new = state_layers.empty(whole.part(model.split.shards), batch, model.dtype)
-        states = tuple(jax.tree.map(jnp.copy, new) if linear else None for linear in model.linear)
+        states = tuple(jax.tree.map(jnp.copy, new) if each else None for each in model.recurrent)
     lengths = jnp.zeros(batch, jnp.int32)
     return KVCache(k, v, lengths, windows, model.split, states, model.kv_sources)
 

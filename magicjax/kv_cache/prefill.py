@@ -110,9 +110,9 @@ def _empty_stats(model: Model, cache: KVCache, stats_spec: StatsSpec, length: in
         sizes = batch, stats_spec.window, model.local_heads
         queries = tuple(
             empty_window(*sizes, model.layer_config(layer).kv_head_dim, model.dtype)
-            if has_slots
+            if has_kv
             else None
-            for layer, has_slots in enumerate(model.has_slots)
+            for layer, has_kv in enumerate(model.has_kv)
         )
     if stats_spec.total:
         dtype = jnp.promote_types(model.dtype, jnp.float32)

@@ -244,7 +244,7 @@ def _member(
         own = policy, budget, draw, refresh, kv_dtype
         return magicjax.SelfSpeculation(*own, weights=copy, layers=layers)
     draft = _draft_model(rng, shape, weights)
-    if rng.random() < 0.5 or any(draft.linear):
+    if rng.random() < 0.5 or any(draft.recurrent):
         return magicjax.SmallModel(draft, draw)
     policy, budget = _policy(rng, 2 * depth + 1)
     in_cache = isinstance(policy, magicjax.StreamingLLM) and kv_dtype is None

@@ -123,7 +123,7 @@ def _activations(model: Model, request: Request, tokens: int, logits: int) -> in
     if request.settings.backend == "xla":
         slots = min(BLOCK, request.settings.capacity)
         attention += SCORES * FLOAT32 * slots * c.num_heads // split.shards
-    layers = [layer for layer, has_slots in enumerate(model.has_slots) if has_slots]
+    layers = [layer for layer, has_kv in enumerate(model.has_kv) if has_kv]
     new = sum(model.slot_bytes(layer) for layer in layers) // split.kv_shards
     new += item * c.num_layers * (c.layer_input_size or 0)
     if model.layout.stages > 1:  # of a stage, for all rows and one more micro-batch
