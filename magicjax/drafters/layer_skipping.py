@@ -18,7 +18,7 @@ from magicjax.kv_cache.full_cache import KVCache, select
 from magicjax.kv_cache.model_stats import ModelStats
 from magicjax.model import Model
 
-Layers = tuple[int, ...] | None
+LayerIndices = tuple[int, ...] | None
 
 
 def parse(text: str) -> tuple[int, ...]:
@@ -67,7 +67,7 @@ def check(text: str, num_layers: int, offload: bool = False, stages: int = 1) ->
         raise ValueError(f"layers={text!r}: {problem}")
 
 
-def of_model(target: Model, layers: Layers) -> Model:
+def of_model(target: Model, layers: LayerIndices) -> Model:
     """Returns the model of these layers of the target, with its embeddings and final norm."""
     if layers is None:
         return target
@@ -79,18 +79,18 @@ def of_model(target: Model, layers: Layers) -> Model:
     return dataclasses.replace(target, module=module, params=params)
 
 
-def of_cache(cache: KVCache, layers: Layers) -> KVCache:
+def of_cache(cache: KVCache, layers: LayerIndices) -> KVCache:
     """Returns the target's cache with these layers only."""
     return cache if layers is None else cache.of_layers(layers)
 
 
-def of_stats(stats: ModelStats, layers: Layers) -> ModelStats:
+def of_stats(stats: ModelStats, layers: LayerIndices) -> ModelStats:
     """Returns the target's attention statistics with these layers only."""
     queries, total = _select(stats.queries, layers), _select(stats.total, layers)
     return dataclasses.replace(stats, queries=queries, total=total)
 
 
-def of_outcome(outcome: RoundOutcome, layers: Layers) -> RoundOutcome:
+def of_outcome(outcome: RoundOutcome, layers: LayerIndices) -> RoundOutcome:
     """Returns the outcome of a round with these layers only."""
     return dataclasses.replace(
         outcome,
@@ -100,6 +100,6 @@ def of_outcome(outcome: RoundOutcome, layers: Layers) -> RoundOutcome:
     )
 
 
-def _select(values: Any, layers: Layers) -> Any:
+def _select(values: Any, layers: LayerIndices) -> Any:
     """Returns the values of these layers, given one for each layer; None remains None."""
     return values if values is None or layers is None else select(values, layers)

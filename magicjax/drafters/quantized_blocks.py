@@ -11,14 +11,14 @@ import jax.numpy as jnp
 
 import models
 from magicjax.drafters import layer_skipping
-from magicjax.drafters.layer_skipping import Layers
+from magicjax.drafters.layer_skipping import LayerIndices
 from magicjax.model import Model
 from magicjax.parallel.layouts import BlocksOnly, Resident
 from models import WeightFormat, quantized
 
 # The latest copy of each target in use, with its format and layers, so that repeated requests do
 # not quantize it again.
-_copies = weakref.WeakKeyDictionary[Model, tuple[WeightFormat, Layers, Model]]()
+_copies = weakref.WeakKeyDictionary[Model, tuple[WeightFormat, LayerIndices, Model]]()
 
 
 def check(target: Model, weights: str) -> None:
@@ -39,7 +39,7 @@ def check(target: Model, weights: str) -> None:
     form.check(target.config.matrix_inputs())
 
 
-def of(target: Model, weights: str, layers: Layers = None) -> Model:
+def of(target: Model, weights: str, layers: LayerIndices = None) -> Model:
     """Returns blocks of `target` in the format `weights`, as a model without embeddings.
 
     Norms and biases are the target's arrays. A target without parameters, or with shapes as

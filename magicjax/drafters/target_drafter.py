@@ -10,7 +10,7 @@ from magicjax.drafters import layer_skipping, quantized_blocks
 from magicjax.drafters.base import Drafter
 from magicjax.drafters.draft_pass import DraftContext, check_width, resolve_draw_method
 from magicjax.drafters.dynamic_tree import draft_tree
-from magicjax.drafters.layer_skipping import Layers
+from magicjax.drafters.layer_skipping import LayerIndices
 from magicjax.kv_cache.full_cache import KVCache
 from magicjax.kv_cache.sparse_cache import DraftCache
 from magicjax.model import Model
@@ -52,7 +52,7 @@ class TargetDrafter(Drafter):
             layer_skipping.parse(self.layers)
 
     @property
-    def layer_indices(self) -> Layers:
+    def layer_indices(self) -> LayerIndices:
         """The layers as in `layer_skipping`."""
         return None if self.layers is None else layer_skipping.parse(self.layers)
 

@@ -24,7 +24,7 @@ from pallas_kernels import Quantized, dequantize, quantize
 from sharding import KV_HEADS, LAYER_BATCH, Split, logical_axes
 
 Slots = Float[Array, "R K S D"] | Quantized  # of a layer
-Layers = tuple[Any, ...]  # the slots of each layer, or None
+LayerSlots = tuple[Any, ...]  # the slots of each layer, or None
 
 
 @struct.dataclass
@@ -43,8 +43,8 @@ class KVCache:
       sources: static; `Model.kv_sources`; empty in what `of_layers` returns.
     """
 
-    k: Layers = struct.field(metadata=logical_axes(LAYER_BATCH, KV_HEADS))
-    v: Layers = struct.field(metadata=logical_axes(LAYER_BATCH, KV_HEADS))
+    k: LayerSlots = struct.field(metadata=logical_axes(LAYER_BATCH, KV_HEADS))
+    v: LayerSlots = struct.field(metadata=logical_axes(LAYER_BATCH, KV_HEADS))
     lengths: Int[Array, "B"]
     windows: tuple[int | None, ...] = struct.field(pytree_node=False)
     split: Split = struct.field(pytree_node=False, default=Split())

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int
 
-from magicjax.kv_cache.full_cache import KVCache, Layers, Slots, elements, select, set_slots
+from magicjax.kv_cache.full_cache import KVCache, LayerSlots, Slots, elements, select, set_slots
 from magicjax.kv_cache.state_layers import LayerState
 from magicjax.model import CAPACITY_MULTIPLE
 from pallas_kernels import Quantized, quantize
@@ -43,8 +43,8 @@ class DraftCache:
       sources: static; as those of the full cache.
     """
 
-    k: Layers = struct.field(metadata=logical_axes(LAYER_BATCH, KV_HEADS))
-    v: Layers = struct.field(metadata=logical_axes(LAYER_BATCH, KV_HEADS))
+    k: LayerSlots = struct.field(metadata=logical_axes(LAYER_BATCH, KV_HEADS))
+    v: LayerSlots = struct.field(metadata=logical_axes(LAYER_BATCH, KV_HEADS))
     pinned: Pins = struct.field(metadata=logical_axes(LAYER_BATCH, KV_HEADS))
     count: Int[Array, "B"]
     windows: tuple[int | None, ...] = struct.field(pytree_node=False)
