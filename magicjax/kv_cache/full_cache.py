@@ -73,7 +73,7 @@ class KVCache:
         del layer  # equal in all layers
         return self.lengths
 
-    def with_length(self, length: int) -> "KVCache":
+    def with_length(self, length: int) -> Self:
         """Returns the cache with `length` tokens in every row."""
         return dataclasses.replace(self, lengths=jnp.full_like(self.lengths, length))
 
