@@ -1,9 +1,9 @@
-"""When to speculate and with what: the arm of each call of the loop, from acceptance and times.
+"""When to speculate and with what: the mode of each call of the loop, from acceptance and times.
 
-An arm is plain decoding, or a drafter with a depth of its tree. An engine, whose rows are requests,
-takes the arm of the most expected tokens per second. A batch that is done when its last row ends
-takes the arm at which that row ends soonest. Both compare arms by the expected tokens of a round of
-each row and by its seconds. The arm changes only for a gain above `HYSTERESIS`.
+A mode is plain decoding, or a drafter with a depth of its tree. An engine, whose rows are requests,
+takes the mode of the most expected tokens per second. A batch that is done when its last row ends
+takes the mode at which that row ends soonest. Both compare modes by the expected tokens of a round
+of each row and by its seconds. The mode changes only for a gain above `HYSTERESIS`.
 
 A drafter that does not draft has no new acceptance, unless it simulates its rounds
 (`Drafter.simulated`). The others are probed: a call of `PROBE_ROUNDS` rounds runs the smallest tree
@@ -12,7 +12,7 @@ drafter that could not gain if all its tokens were accepted is not probed.
 
 Plain rounds do not run a drafter that can be disabled (`Drafter.can_be_disabled`), nor does prefill
 of a row that joins while they are the best. Speculation is then disabled for the row: it emits one
-token per round, whatever the arm, and a drafter is not probed for such rows alone.
+token per round, whatever the mode, and a drafter is not probed for such rows alone.
 """
 
 import dataclasses
@@ -25,12 +25,12 @@ from jaxtyping import Float, Int
 
 from magicjax.decoding.counts import tried_and_accepted
 
-HYSTERESIS = 0.05  # the least relative gain for a change of the arm
+HYSTERESIS = 0.05  # the least relative gain for a change of the mode
 HALF_LIFE = 16  # rounds after which counted acceptance has half its weight
 IDLE_HALF_LIFE = 64  # the same for a drafter that does not draft
 FIRST_RATE, FIRST_ROUNDS = 0.7, 8  # acceptance before any is counted, and its weight in rounds
 POOLED_ROUNDS = 4  # rounds of the whole batch that are added to each row's counts
-MAX_CORRECTION = 1.25  # of an arm's seconds by one call: one call can be slow for other reasons
+MAX_CORRECTION = 1.25  # of a mode's seconds by one call: one call can be slow for other reasons
 PROBE_SHARE = 0.02  # of all rounds
 PROBE_ROUNDS = 2  # of a probe
 FREE_PROBE_ROUNDS = 4  # before any are earned
@@ -41,8 +41,8 @@ Table = Float[np.ndarray, "B D"]
 Histogram = Int[np.ndarray, "B A"]
 
 
-class Arm(NamedTuple):
-    """What a call of the loop drafts.
+class Mode(NamedTuple):
+    """A mode of speculation: what a call of the loop drafts.
 
     Attributes:
       drafter: its name; several names for an ensemble; "" for plain decoding.
@@ -56,46 +56,46 @@ class Arm(NamedTuple):
         return f"{self.drafter} {self.depth}" if self.depth else "plain"
 
 
-PLAIN = Arm("", 0)
+PLAIN = Mode("", 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class RoundTimes:
-    """Seconds of a round by arm, by the length of the rows, and by the number of live ones.
+    """Seconds of a round by mode, by the length of the rows, and by the number of live ones.
 
     Attributes:
       lengths: increasing, tokens in the target's cache of each row.
-      seconds: seconds by arm, at each length, for each number of live rows.
+      seconds: seconds by mode, at each length, for each number of live rows.
       rows: increasing numbers of live rows.
       speed: measured divided by expected seconds of the newest call, which the machine's other
-        work changes; the same for all arms.
-      newest: arm of the newest call; None: there was none.
+        work changes; the same for all modes.
+      newest: mode of the newest call; None: there was none.
     """
 
     lengths: tuple[int, ...]
-    seconds: Mapping[Arm, tuple[float, ...]]
+    seconds: Mapping[Mode, tuple[float, ...]]
     rows: tuple[int, ...] = (1,)
     speed: float = 1.0
-    newest: Arm | None = None
+    newest: Mode | None = None
 
-    def of(self, arm: Arm, length: int, rows: int) -> float:
-        """Returns the expected seconds of an arm, interpolated between lengths and live rows."""
-        table = np.reshape(self.seconds[arm], (len(self.rows), len(self.lengths)))
+    def of(self, mode: Mode, length: int, rows: int) -> float:
+        """Returns the expected seconds of a mode, interpolated between lengths and live rows."""
+        table = np.reshape(self.seconds[mode], (len(self.rows), len(self.lengths)))
         by_rows = [np.interp(length, self.lengths, seconds) for seconds in table]
         return float(np.interp(rows, self.rows, by_rows))
 
-    def corrected(self, arm: Arm, length: int, rows: int, seconds: float) -> "RoundTimes":
+    def corrected(self, mode: Mode, length: int, rows: int, seconds: float) -> "RoundTimes":
         """Returns the times after a call in which a round took so many seconds.
 
-        While the arm stays the same, a change is the machine's. A jump at a change of the arm is an
-        error of that arm's seconds, half of which is corrected.
+        While the mode stays the same, a change is the machine's. A jump at a change of the mode is
+        an error of that mode's seconds, half of which is corrected.
         """
-        ratio = seconds / self.of(arm, length, rows)
-        if self.newest in (None, arm):
-            return dataclasses.replace(self, speed=ratio, newest=arm)
+        ratio = seconds / self.of(mode, length, rows)
+        if self.newest in (None, mode):
+            return dataclasses.replace(self, speed=ratio, newest=mode)
         jump = np.clip(ratio / self.speed, 1 / MAX_CORRECTION, MAX_CORRECTION)
-        corrected = tuple(float(s * jump**0.5) for s in self.seconds[arm])
-        return dataclasses.replace(self, seconds={**self.seconds, arm: corrected}, newest=arm)
+        corrected = tuple(float(s * jump**0.5) for s in self.seconds[mode])
+        return dataclasses.replace(self, seconds={**self.seconds, mode: corrected}, newest=mode)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +173,7 @@ class Probes:
     Attributes:
       rounds: number of rounds of all calls.
       probed: number of rounds of probes.
-      lost_s: seconds of probes beyond those in which the arm before would have emitted as many
+      lost_s: seconds of probes beyond those in which the mode before would have emitted as many
         tokens.
     """
 
@@ -190,16 +190,16 @@ class Probes:
 
 @dataclasses.dataclass(frozen=True)
 class Controller:
-    """The choice of the arm; each method returns the next one.
+    """The choice of the mode; each method returns the next one.
 
     Attributes:
-      arms: to choose from.
-      arm: the arm of the next call.
-      best: the same, except before a probe: the arm to return to.
+      modes: to choose from.
+      mode: the mode of the next call.
+      best: the same, except before a probe: the mode to return to.
       histogram: int [B, A], rounds of each row that accepted 0, 1, ... tokens, after the newest
         call.
       acceptance: acceptance by drafter.
-      times: seconds of a round by arm; None: they have not been measured, and the arm does not
+      times: seconds of a round by mode; None: they have not been measured, and the mode does not
         change.
       length: tokens of the longest live row.
       live: number of live rows.
@@ -210,9 +210,9 @@ class Controller:
       disabled: the rows without speculation, until another request joins there.
     """
 
-    arms: tuple[Arm, ...]
-    arm: Arm
-    best: Arm
+    modes: tuple[Mode, ...]
+    mode: Mode
+    best: Mode
     histogram: Histogram
     acceptance: Mapping[str, Acceptance]
     times: RoundTimes | None = None
@@ -226,10 +226,10 @@ class Controller:
     @classmethod
     def create(
         cls,
-        arms: Iterable[Arm],
+        modes: Iterable[Mode],
         rows: int,
         *,
-        first: Arm | None = None,
+        first: Mode | None = None,
         rates: Sequence[float] = (FIRST_RATE,),
         rounds: float = FIRST_ROUNDS,
         times: RoundTimes | None = None,
@@ -239,25 +239,25 @@ class Controller:
         """Returns the choice before any acceptance is counted.
 
         Args:
-          arms: to choose from.
+          modes: to choose from.
           rows: B, of the batch.
-          first: the arm of the first call; None: the deepest.
+          first: the mode of the first call; None: the deepest.
           rates: acceptance rates by depth, given that all tokens before are accepted; the last one
             also stands for deeper tokens. Empty: 0.
           rounds: the weight of these rates.
           times, until_last_row_ends, can_be_disabled: see the class.
         """
-        arms = tuple(arms)
-        first = first or max(arms, key=lambda arm: arm.depth)
+        modes = tuple(modes)
+        first = first or max(modes, key=lambda mode: mode.depth)
         deepest: dict[str, int] = {}
-        for arm in arms:
-            if arm.depth:
-                deepest[arm.drafter] = max(arm.depth, deepest.get(arm.drafter, 0))
+        for mode in modes:
+            if mode.depth:
+                deepest[mode.drafter] = max(mode.depth, deepest.get(mode.drafter, 0))
         return cls(
-            arms,
+            modes,
             first,
             first,
-            np.zeros((rows, 1 + max(arm.depth for arm in arms)), np.int32),
+            np.zeros((rows, 1 + max(mode.depth for mode in modes)), np.int32),
             {name: Acceptance.known(rows, d, rates, rounds) for name, d in deepest.items()},
             times,
             until_last_row_ends=until_last_row_ends,
@@ -267,7 +267,7 @@ class Controller:
     @property
     def is_probe(self) -> bool:
         """Whether the next call is a probe, of at most `PROBE_ROUNDS` rounds."""
-        return self.arm != self.best
+        return self.mode != self.best
 
     def would_disable(
         self, live: Mapping[int, tuple[int, int]], joining: Mapping[int, tuple[int, int]]
@@ -281,7 +281,7 @@ class Controller:
         if not self.can_be_disabled:
             return False
         joined = functools.reduce(Controller.joined, joining, self)
-        return not joined.chosen({**live, **joining}).arm.depth  # a probe needs rows that draft
+        return not joined.chosen({**live, **joining}).mode.depth  # a probe needs rows that draft
 
     def joined(self, slot: int, disabled: bool = False) -> "Controller":
         """Returns the choice after a request has joined; the one before it becomes history.
@@ -314,32 +314,34 @@ class Controller:
         left = np.array([left for _, left in live.values()])
         if self.can_be_disabled:  # a choice for the whole rest of the requests
             left = np.full_like(left, ENDLESS)
-        costs = {arm: new._cost(arm, new.tokens(arm)[list(live)], left) for arm in self.arms}
-        best = min(costs, key=lambda arm: costs[arm])
+        costs = {mode: new._cost(mode, new.tokens(mode)[list(live)], left) for mode in self.modes}
+        best = min(costs, key=lambda mode: costs[mode])
         if costs[self.best] <= (1 + HYSTERESIS) * costs[best]:
             best = self.best
         probe = new._probe(best, costs[best], list(live), left) if self.probes.allowed else None
         return new.running(probe or best, best, live)
 
-    def running(self, arm: Arm, best: Arm, live: Iterable[int]) -> "Controller":
-        """Returns the choice of an arm, which these live rows run."""
+    def running(self, mode: Mode, best: Mode, live: Iterable[int]) -> "Controller":
+        """Returns the choice of a mode, which these live rows run."""
         disabled = self.disabled
-        if self.can_be_disabled and not arm.depth:
+        if self.can_be_disabled and not mode.depth:
             disabled = disabled.union(live)
-        return dataclasses.replace(self, arm=arm, best=best, disabled=disabled)
+        return dataclasses.replace(self, mode=mode, best=best, disabled=disabled)
 
-    def _cost(self, arm: Arm, tokens: Float[np.ndarray, "B"], left: Int[np.ndarray, "B"]) -> float:
-        """Returns the seconds per token of an arm, or those until the last row ends."""
+    def _cost(
+        self, mode: Mode, tokens: Float[np.ndarray, "B"], left: Int[np.ndarray, "B"]
+    ) -> float:
+        """Returns the seconds per token of a mode, or those until the last row ends."""
         assert self.times is not None
-        seconds = self.times.of(arm, self.length, self.live)
+        seconds = self.times.of(mode, self.length, self.live)
         if self.until_last_row_ends:
             return float(seconds * (left / tokens).max())
         return float(seconds / np.minimum(tokens, left).sum())
 
     def _probe(
-        self, best: Arm, cost: float, rows: Sequence[int], left: Int[np.ndarray, "B"]
-    ) -> Arm | None:
-        """Returns the arm of a probe; None if no drafter is idle and could gain on these rows."""
+        self, best: Mode, cost: float, rows: Sequence[int], left: Int[np.ndarray, "B"]
+    ) -> Mode | None:
+        """Returns the mode of a probe; None if no drafter is idle and could gain on these rows."""
         drafts = np.array([row not in self.disabled for row in rows])
         idle = [
             name
@@ -347,16 +349,16 @@ class Controller:
             if name != best.drafter and one.idle >= IDLE_ROUNDS
         ]
         for name in sorted(idle, key=lambda name: -self.acceptance[name].idle):
-            own = [arm for arm in self.arms if arm.drafter == name]
-            if any(self._cost(arm, 1.0 + arm.depth * drafts, left) < cost for arm in own):
-                return min(own, key=lambda arm: arm.depth)
+            own = [mode for mode in self.modes if mode.drafter == name]
+            if any(self._cost(mode, 1.0 + mode.depth * drafts, left) < cost for mode in own):
+                return min(own, key=lambda mode: mode.depth)
         return None
 
-    def tokens(self, arm: Arm) -> Float[np.ndarray, "B"]:
+    def tokens(self, mode: Mode) -> Float[np.ndarray, "B"]:
         """Returns the expected tokens of a round of each row."""
-        if not arm.depth:
+        if not mode.depth:
             return np.ones(len(self.histogram))
-        tokens = self.acceptance[arm.drafter].tokens(arm.depth)
+        tokens = self.acceptance[mode.drafter].tokens(mode.depth)
         tokens[list(self.disabled)] = 1
         return tokens
 
@@ -381,7 +383,7 @@ class Controller:
         since, times, probes = histogram - self.histogram, self.times, self.probes
         since[list(self.disabled)] = 0
         if seconds is not None:
-            times = times.corrected(self.arm, self.length, self.live, seconds / rounds)
+            times = times.corrected(self.mode, self.length, self.live, seconds / rounds)
         probes = dataclasses.replace(probes, rounds=probes.rounds + rounds)
         if self.is_probe:
             lost_s = 0.0 if seconds is None else seconds - self._seconds_at_best(since)
@@ -405,14 +407,14 @@ class Controller:
             simulated = np.array(simulated)
             before = 0 if one.simulated is None else one.simulated
             one = dataclasses.replace(one, simulated=simulated)
-            if name != self.arm.drafter and (simulated != before).any():
+            if name != self.mode.drafter and (simulated != before).any():
                 return one.counted(simulated - before, simulated.shape[1] - 1, rounds)
-        if name == self.arm.drafter:
-            return one.counted(since, self.arm.depth, rounds)
+        if name == self.mode.drafter:
+            return one.counted(since, self.mode.depth, rounds)
         return one.passed(rounds)
 
     def _seconds_at_best(self, since: Histogram) -> float:
-        """Returns the expected seconds of the arm before a probe for the tokens of the probe."""
+        """Returns the expected seconds of the mode before a probe for the tokens of the probe."""
         assert self.times is not None
         if not since.any():  # no row drafts
             return 0.0

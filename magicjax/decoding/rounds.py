@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from magicjax.decoding.controller import PROBE_ROUNDS, Arm, Controller
+from magicjax.decoding.controller import PROBE_ROUNDS, Controller, Mode
 from magicjax.decoding.decoder import Decoder
 from magicjax.decoding.loop import ALL_ROUNDS, DecodeState
 from magicjax.decoding.text import NewTokens, Text, TextError
@@ -51,7 +51,7 @@ def run_to_end(
 
 
 def run_adaptive(
-    decoders: Mapping[Arm, Decoder],
+    decoders: Mapping[Mode, Decoder],
     controller: Controller,
     state: DecodeState,
     texts: Sequence[Text],
@@ -60,9 +60,9 @@ def run_adaptive(
     """Returns (the state when all texts have ended, calls); donates `state`.
 
     Args:
-      decoders: by arm, for one request with a drafter; all loops are compiled before the first
+      decoders: by mode, for one request with a drafter; all loops are compiled before the first
         call.
-      controller: chooses the arm of each call after the first one.
+      controller: chooses the mode of each call after the first one.
       state: after prefill, as deep as the deepest tree.
       texts: one per row.
       rounds: per call that is not a probe.
@@ -71,9 +71,9 @@ def run_adaptive(
         decoder.loop(state)
     drafter = next(iter(decoders.values())).request.drafter
     assert drafter is not None
-    name = max(decoders, key=lambda arm: arm.depth).drafter
+    name = max(decoders, key=lambda mode: mode.depth).drafter
     calls: list[Call] = []
-    ran: set[Arm] = set()
+    ran: set[Mode] = set()
     total = np.zeros(state.histogram.shape, np.int32)
 
     def run(state: DecodeState) -> DecodeState:
@@ -82,13 +82,13 @@ def run_adaptive(
             controller = controller.chosen(
                 {i: t.lengths for i, t in enumerate(texts) if not t.ended}
             )
-        arm, most = controller.arm, PROBE_ROUNDS if controller.is_probe else rounds
-        loaded, decoder = arm in ran, decoders[arm]
-        ran.add(arm)
+        mode, most = controller.mode, PROBE_ROUNDS if controller.is_probe else rounds
+        loaded, decoder = mode in ran, decoders[mode]
+        ran.add(mode)
         state = decode_texts(decoder, state, texts, most)
         histogram = np.array(state.histogram) - total
         total = total + histogram
-        calls.append((arm.depth, histogram))
+        calls.append((mode.depth, histogram))
         simulated = drafter.simulated(state.drafter)
         controller = controller.counted(
             total,

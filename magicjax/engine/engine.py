@@ -247,14 +247,14 @@ class Engine:
             )
             self.run()
         request, clock = self._setup.slots, self._clock
-        for arm, rows in itertools.product(loops.settings, loops.sizes):
-            loops.decoder(request, clock, arm, rows).loop(self._state, "any")
+        for mode, rows in itertools.product(loops.settings, loops.sizes):
+            loops.decoder(request, clock, mode, rows).loop(self._state, "any")
         if self.config.grammars:
             if target.tokenizer is not None and self._setup.row.eos:
                 Matcher(target, Grammar.json_object(), self._setup.row.eos)  # reads the tokenizer
             free = [None] * self.config.slots
-            for arm, rows in itertools.product(loops.settings, loops.grammar_sizes):
-                decoder = loops.decoder(request, clock, arm, rows)
+            for mode, rows in itertools.product(loops.settings, loops.grammar_sizes):
+                decoder = loops.decoder(request, clock, mode, rows)
                 self._state = decoder.decode_round(self._state, free)
         self._prefixes.clear()
         self.forget_texts()
@@ -338,12 +338,12 @@ class Engine:
         self._scheduler.limit_prefill(self._stall.prompt_tokens(rounds, chunk))
         wants_logprobs = any(handle.text.params.logprobs is not None for handle in running.values())
         logprobs = global_arrays.fetch(s.logprobs) if wants_logprobs else None
-        self._counters.rounds_by_arm[controller.arm] += rounds
+        self._counters.rounds_by_arm[controller.mode] += rounds
         self._loops.controller = controller.counted(histogram, rounds, seconds, simulated)
         self._ended = ended.copy()
         for slot, handle in list(running.items()):
             drafts = handle.text.params.speculative and slot not in controller.disabled
-            depth = controller.arm.depth if drafts else 0
+            depth = controller.mode.depth if drafts else 0
             handle.count(depth, histogram[slot], int(nodes[slot]))
             tokens = output[slot, : emitted[slot]]
             self._deliver(handle, tokens, logprobs and logprobs[slot], ended[slot])

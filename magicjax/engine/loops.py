@@ -1,7 +1,7 @@
-"""The loops of an engine: one per arm and batch size, their times, and the choice of the next one.
+"""The loops of an engine: one per mode and batch size, their times, and the choice of the next one.
 
 `Loops.time_rounds` measures the seconds at two lengths of the rows before the first request, and
-`decoding.controller` chooses the arm of each call.
+`decoding.controller` chooses the mode of each call.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from magicjax.decoding import paired_timing
-from magicjax.decoding.controller import PLAIN, Arm, Controller, RoundTimes
+from magicjax.decoding.controller import PLAIN, Controller, Mode, RoundTimes
 from magicjax.decoding.decoder import Clock, Decoder
 from magicjax.decoding.loop import DecodeState
 from magicjax.decoding.request import Request
@@ -31,20 +31,20 @@ REPEATS = 3  # of each timing, after one that loads the program
 
 
 class Loops:
-    """The loops of an engine, and the controller that chooses among their arms.
+    """The loops of an engine, and the controller that chooses among their modes.
 
     Attributes:
-      settings: of each arm.
+      settings: of each mode.
       sizes: increasing batch sizes: 1, 4, 16, ... and all slots.
       grammar_sizes: the same under grammars: one row, and all, because each size takes three
-        programs for each arm.
-      controller: chooses the arm of each call.
+        programs for each mode.
+      controller: chooses the mode of each call.
     """
 
     def __init__(self, request: Request, adaptive: bool):
-        """Compiles nothing; arguments as for `arms_of`."""
+        """Compiles nothing; arguments as for `modes_of`."""
         slots, drafter = len(request.prompts), request.drafter
-        self.settings = arms_of(request, adaptive)
+        self.settings = modes_of(request, adaptive)
         self.sizes = batch_sizes(request, slots)
         self.grammar_sizes = tuple({self.sizes[0]: 0, self.sizes[-1]: 0})
         can_be_disabled = adaptive and drafter is not None and drafter.can_be_disabled
@@ -53,7 +53,7 @@ class Loops:
 
     @property
     def untimed(self) -> bool:
-        """Whether several arms are to be compared whose rounds have not been timed."""
+        """Whether several modes are to be compared whose rounds have not been timed."""
         return len(self.settings) > 1 and self.controller.times is None
 
     def num_programs(self, grammars: bool) -> int:
@@ -61,16 +61,16 @@ class Loops:
         sizes = len(self.sizes) + 3 * len(self.grammar_sizes) * grammars
         return len(self.settings) * sizes
 
-    def decoder(self, request: Request, clock: Clock, arm: Arm, rows: int) -> Decoder:
-        """Returns the decoder of an arm for the first rows.
+    def decoder(self, request: Request, clock: Clock, mode: Mode, rows: int) -> Decoder:
+        """Returns the decoder of a mode for the first rows.
 
         Args:
           request: the request of all slots.
           clock: adds up the seconds.
-          arm: one of `settings`.
+          mode: one of `settings`.
           rows: one of `sizes`.
         """
-        drafter, settings = request.drafter, self.settings[arm]
+        drafter, settings = request.drafter, self.settings[mode]
         is_plain = settings.shape.num_nodes == 1
         without_drafter = is_plain and drafter is not None and drafter.can_be_disabled
         some = None if rows == len(request.prompts) else rows
@@ -78,7 +78,7 @@ class Loops:
         return Decoder(request, settings, without_drafter, clock, self._programs)
 
     def time_rounds(self, setup: EngineSetup, state: DecodeState) -> DecodeState:
-        """Returns an empty state, after the controller has the seconds of rounds of each arm.
+        """Returns an empty state, after the controller has the seconds of rounds of each mode.
 
         Compiles all loops.
 
@@ -92,7 +92,7 @@ class Loops:
         live = sorted({1, *self.sizes})
         for rows, length in itertools.product(live, lengths):
             size = next(n for n in self.sizes if n >= rows)
-            decoders = [self.decoder(request, Clock(), arm, size) for arm in self.settings]
+            decoders = [self.decoder(request, Clock(), mode, size) for mode in self.settings]
             state = _live(setup, state, length, rows)
             drafters = {id(request.drafter): state.drafter}
             times, state = paired_timing.time_interleaved(
@@ -101,9 +101,9 @@ class Loops:
             seconds.append([statistics.median(each) for each in times])
             del state, drafters  # before others are allocated
             state = empty_state(setup)
-        by_arm = dict(zip(self.settings, zip(*seconds, strict=True), strict=True))
-        times_of_arms = RoundTimes(tuple(lengths), by_arm, tuple(live))
-        self.controller = dataclasses.replace(self.controller, times=times_of_arms)
+        by_mode = dict(zip(self.settings, zip(*seconds, strict=True), strict=True))
+        times_of_modes = RoundTimes(tuple(lengths), by_mode, tuple(live))
+        self.controller = dataclasses.replace(self.controller, times=times_of_modes)
         return state
 
     def choose(
@@ -113,7 +113,7 @@ class Loops:
         live: Mapping[int, tuple[int, int]],
         under_grammars: bool,
     ) -> Decoder:
-        """Returns the decoder of the next call, whose arm is the controller's from now on.
+        """Returns the decoder of the next call, whose mode is the controller's from now on.
 
         Args:
           request, clock: of all slots, and of the engine.
@@ -123,11 +123,11 @@ class Loops:
         self.controller = self.controller.chosen(live)
         sizes = self.grammar_sizes if under_grammars else self.sizes
         rows = next(n for n in sizes if n > max(live, default=0))
-        return self.decoder(request, clock, self.controller.arm, rows)
+        return self.decoder(request, clock, self.controller.mode, rows)
 
 
-def arms_of(request: Request, adaptive: bool) -> dict[Arm, Settings]:
-    """Returns the settings of the loop by arm.
+def modes_of(request: Request, adaptive: bool) -> dict[Mode, Settings]:
+    """Returns the settings of the loop by mode.
 
     Args:
       request: the request of all rows.
@@ -142,27 +142,27 @@ def arms_of(request: Request, adaptive: bool) -> dict[Arm, Settings]:
     if drafter is None:
         return {PLAIN: settings}
     names = names_of(drafter)
-    whole = Arm(" + ".join(names), settings.shape.depth)
+    whole = Mode(" + ".join(names), settings.shape.depth)
     if not adaptive:
         return {whole: settings}
     if not isinstance(drafter, Ensemble):
         own_only = isinstance(drafter, Cascade) and drafter.first_tree is not None
-        trees_of_arms = [settings.tree] if own_only else _depths(settings.tree)
-        settings_of_arms = [_with_tree(request, tree) for tree in trees_of_arms]
-        arms = {Arm(names[0], each.shape.depth): each for each in settings_of_arms}
-        return {PLAIN: _with_tree(request, ROOT_ONLY)} | arms
+        trees_of_modes = [settings.tree] if own_only else _depths(settings.tree)
+        settings_of_modes = [_with_tree(request, tree) for tree in trees_of_modes]
+        modes = {Mode(names[0], each.shape.depth): each for each in settings_of_modes}
+        return {PLAIN: _with_tree(request, ROOT_ONLY)} | modes
     member_trees = [tree for _, tree in drafter.with_trees(settings.tree)]
-    trees: dict[Arm, list[Tree]] = {PLAIN: [ROOT_ONLY] * len(member_trees)}
+    trees: dict[Mode, list[Tree]] = {PLAIN: [ROOT_ONLY] * len(member_trees)}
     for i, name in enumerate(names):
         for tree in _depths(member_trees[i]):
-            arm = Arm(name, drafter.drafters[i].shape(tree).depth)
-            trees[arm] = [tree if j == i else ROOT_ONLY for j in range(len(member_trees))]
+            mode = Mode(name, drafter.drafters[i].shape(tree).depth)
+            trees[mode] = [tree if j == i else ROOT_ONLY for j in range(len(member_trees))]
     trees[whole] = member_trees
     return {
-        arm: settings.with_member_trees(
+        mode: settings.with_member_trees(
             tuple(each), drafter.shape_of(list(zip(drafter.drafters, each, strict=True)))
         )
-        for arm, each in trees.items()
+        for mode, each in trees.items()
     }
 
 
@@ -181,7 +181,7 @@ def _members(drafter: Drafter) -> tuple[Drafter, ...]:
 
 
 def _depths(tree: Any) -> list[Tree]:
-    """Returns the trees of a drafter's arms.
+    """Returns the trees of a drafter's modes.
 
     Raises ValueError for a tree whose rounds differ in length.
     """

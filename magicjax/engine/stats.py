@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from magicjax.checks import counted
-from magicjax.decoding.controller import Arm, Probes
+from magicjax.decoding.controller import Mode, Probes
 from magicjax.decoding.decoder import Clock
 from magicjax.decoding.text import FINISH_REASONS, Result
 from magicjax.engine.prefix_store import PrefixStore
@@ -70,7 +70,7 @@ class EngineStats:
     prefix_bytes: int
     prefix_host_bytes: int
     kv_bytes: int
-    rounds_by_arm: dict[Arm, int]
+    rounds_by_arm: dict[Mode, int]
     probe_rounds: int
     probe_lost_s: float
     queue_s: Percentiles | None
@@ -81,7 +81,7 @@ class EngineStats:
     def __str__(self) -> str:
         """Returns requests, rates, times and memory as a few lines of text."""
         reasons = ", ".join(f"{reason} {n}" for reason, n in self.finished.items() if n)
-        rounds = ", ".join(f"{arm}: {n}" for arm, n in self.rounds_by_arm.items() if n)
+        rounds = ", ".join(f"{mode}: {n}" for mode, n in self.rounds_by_arm.items() if n)
         lines = [
             f"{counted(sum(self.finished.values()), 'request')} finished"
             + (f" ({reasons})" if reasons else "")
@@ -109,12 +109,12 @@ class EngineStats:
 class Counters:
     """What an engine counts; the fields are those of `EngineStats`."""
 
-    def __init__(self, arms: Iterable[Arm]):
-        """Starts at 0; `arms` are those of the loop."""
+    def __init__(self, modes: Iterable[Mode]):
+        """Starts at 0; `modes` are those of the loop."""
         self.finished = dict.fromkeys(FINISH_REASONS, 0)
         self.steps = self.new_tokens = 0
         self.host_s = 0.0
-        self.rounds_by_arm = dict.fromkeys(arms, 0)
+        self.rounds_by_arm = dict.fromkeys(modes, 0)
         self._newest = {name: collections.deque[float](maxlen=WINDOW) for name in TIMES}
         self._percentiles: dict[str, Percentiles | None] = dict.fromkeys(self._newest)
         self._changed = False  # since the percentiles were computed

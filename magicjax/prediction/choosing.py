@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from magicjax.decoding import memory, program_cache
-from magicjax.decoding.controller import PLAIN, Arm, Controller, RoundTimes
+from magicjax.decoding.controller import PLAIN, Controller, Mode, RoundTimes
 from magicjax.decoding.decoder import Clock, Decoder
 from magicjax.decoding.loop import DecodeState
 from magicjax.decoding.memory import OutOfMemoryError
@@ -158,19 +158,19 @@ class Choice:
             return state, [(decoder.loop_settings.shape.depth, histogram)]
         assert self.tree is not None
         trial = next(trial for trial in self.trials if trial.name == self.name)
-        arms = {depth: Arm(self.name, depth) if depth else PLAIN for depth in self.times}
+        modes = {depth: Mode(self.name, depth) if depth else PLAIN for depth in self.times}
         controller = Controller.create(
-            arms.values(),
+            modes.values(),
             len(texts),
-            first=arms[self.tree.depth],
+            first=modes[self.tree.depth],
             rates=[by_rank[0] for by_rank in trial.acceptance],
             rounds=PRIOR_ROUNDS,
-            times=RoundTimes((1,), {arms[d]: (s,) for d, s in self.times.items()}),
+            times=RoundTimes((1,), {modes[d]: (s,) for d, s in self.times.items()}),
             until_last_row_ends=True,
         )
         decoders = {
-            arm: with_tree(decoder, chain(depth) if depth else ROOT_ONLY)
-            for depth, arm in arms.items()
+            mode: with_tree(decoder, chain(depth) if depth else ROOT_ONLY)
+            for depth, mode in modes.items()
         }
         return run_adaptive(decoders, controller, state, texts, RUN_ROUNDS)
 

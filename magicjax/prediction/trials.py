@@ -136,16 +136,16 @@ def time_trees(
     """
     if not trials:
         return {}, {}, prefilled
-    arms = [
+    trial_trees = [
         (trial, tree)
         for trial in trials
         for tree in trial.trees(not isinstance(decoders[trial.name].drafter, Ensemble | Cascade))
     ]
-    running = [plain, *(with_tree(decoders[trial.name], tree) for trial, tree in arms)]
+    running = [plain, *(with_tree(decoders[trial.name], tree) for trial, tree in trial_trees)]
     (baseline, *measured), prefilled = time_decoders(prefilled, running, REPEATS, MIN_SECONDS)
     speedups: dict[tuple[str, Tree], float] = {}
     seconds: dict[tuple[str, Tree], float] = {("", ROOT_ONLY): statistics.median(baseline)}
-    for (trial, tree), times in zip(arms, measured, strict=True):
+    for (trial, tree), times in zip(trial_trees, measured, strict=True):
         ratio = float(median_ratio(times, baseline))
         speedups[trial.name, tree] = trial.tokens(tree) / ratio
         seconds[trial.name, tree] = ratio * seconds["", ROOT_ONLY]

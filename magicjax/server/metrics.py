@@ -118,6 +118,6 @@ def _measured(worker: Worker) -> Iterator[tuple]:
     finished = {(reason,): count for reason, count in stats.finished.items()}
     text = "Finished requests by reason"
     yield CounterMetricFamily, "requests_finished", text, ("reason",), finished
-    rounds = {(arm.drafter, str(arm.depth)): n for arm, n in stats.rounds_by_arm.items()}
+    rounds = {(mode.drafter, str(mode.depth)): n for mode, n in stats.rounds_by_arm.items()}
     text = "Rounds of the batch by drafter and by the depth of the tree"
     yield CounterMetricFamily, "batch_rounds", text, ("drafter", "depth"), rounds

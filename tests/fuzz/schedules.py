@@ -135,7 +135,7 @@ def _start(made: Configuration, clock: Any) -> Session:
     )
     engine = magicjax.Engine(target, drafter, tree, config, mesh=made.mesh)
     engine.warm_up()
-    if len(engine._loops.settings) > 1:  # arms that times choose would differ in each run
+    if len(engine._loops.settings) > 1:  # modes that times choose would differ in each run
         engine._loops.controller = Forced(**vars(engine._loops.controller))
     alone = None
     if not made.exact:

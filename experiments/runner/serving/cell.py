@@ -59,7 +59,7 @@ def measure(bench: Bench, cell: Cell) -> tuple[dict[str, Any], list[dict[str, An
         rows[each] = complete(columns(each), row)
     rounds = runs[0].rounds_by_arm
     if cell.adaptive:
-        rows[cell]["rounds_by_arm"] = ", ".join(f"{n} {arm}" for arm, n in rounds.items())
+        rows[cell]["rounds_by_arm"] = ", ".join(f"{n} {mode}" for mode, n in rounds.items())
     rows[cell] |= {"compile_s": compiled[1], "memory_mb": peak_memory() / 1e6}
     metrics = {
         "row": rows[cell],
@@ -67,7 +67,7 @@ def measure(bench: Bench, cell: Cell) -> tuple[dict[str, Any], list[dict[str, An
         "runs": [*map(_run, runs)],
         "plain_runs": [*map(_run, served[plain])],
         **_curves(cell, runs),
-        "rounds_by_arm": {str(arm): n for arm, n in rounds.items()},
+        "rounds_by_arm": {str(mode): n for mode, n in rounds.items()},
         "divergences": [str(d) for d in match.divergences] if match else [],
     }
     return metrics, _requests(bench.tasks(cell), workload, runs[0])

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Int
 
 import magicjax
-from magicjax.decoding.controller import Arm
+from magicjax.decoding.controller import Mode
 from magicjax.engine.handle import Handle, RequestStats
 
 
@@ -42,7 +42,7 @@ class ServingRun:
     total_s: list[float]
     prefill_s: float
     stats: tuple[RequestStats, ...]
-    rounds_by_arm: Mapping[Arm, int]
+    rounds_by_arm: Mapping[Mode, int]
 
     @property
     def tpot_s(self) -> list[float | None]:

@@ -1,4 +1,4 @@
-"""The choice of the arm by simulation, and exact text while the arm changes between calls."""
+"""The choice of the mode by simulation, and exact text while the mode changes between calls."""
 
 import dataclasses
 import itertools
@@ -16,8 +16,8 @@ from magicjax.decoding.controller import (
     PROBE_ROUNDS,
     PROBE_SHARE,
     Acceptance,
-    Arm,
     Controller,
+    Mode,
     RoundTimes,
     row_rates,
     row_tokens,
@@ -38,15 +38,15 @@ SECONDS = {0: 1.0, 1: 1.3, 2: 1.6, 4: 2.2}
 ROUNDS = 8
 
 
-def at(depth: int, drafter: str = "one") -> Arm:
-    """Returns the arm of a depth."""
-    return Arm(drafter, depth) if depth else PLAIN
+def at(depth: int, drafter: str = "one") -> Mode:
+    """Returns the mode of a depth."""
+    return Mode(drafter, depth) if depth else PLAIN
 
 
 def chooser(slots: int, seconds=SECONDS, long=None) -> Controller:
     """Returns the first choice for rows of 1 token (`seconds`) and of 100 tokens (`long`)."""
-    by_arm = {at(depth): (s, (long or seconds)[depth]) for depth, s in seconds.items()}
-    return Controller.create(by_arm, slots, times=RoundTimes((1, 100), by_arm))
+    by_mode = {at(depth): (s, (long or seconds)[depth]) for depth, s in seconds.items()}
+    return Controller.create(by_mode, slots, times=RoundTimes((1, 100), by_mode))
 
 
 def simulate(
@@ -68,7 +68,7 @@ def simulate(
     for _ in range(calls):
         live = {slot: (length, tokens) for slot, tokens in enumerate(left) if tokens}
         choice = choice.chosen(live)
-        depth, rounds = choice.arm.depth, PROBE_ROUNDS if choice.is_probe else ROUNDS
+        depth, rounds = choice.mode.depth, PROBE_ROUNDS if choice.is_probe else ROUNDS
         for slot, rate in enumerate(rates):
             if not left[slot]:
                 continue
@@ -159,15 +159,15 @@ def test_the_number_of_live_rows_decides():
     times = RoundTimes((1,), {PLAIN: (1.0, 2.0), at(4): (1.2, 9.0)}, rows=(1, 16))
     controller = Controller.create(times.seconds, 16, times=times)
     assert times.of(PLAIN, 1, 1) == 1 and 1 < times.of(PLAIN, 1, 8) < 2 == times.of(PLAIN, 1, 16)
-    assert controller.chosen({0: (50, 100)}).arm == at(4)
-    assert controller.chosen({row: (50, 100) for row in range(16)}).arm == PLAIN
+    assert controller.chosen({0: (50, 100)}).mode == at(4)
+    assert controller.chosen({row: (50, 100) for row in range(16)}).mode == PLAIN
 
 
 def test_a_row_with_one_token_left_drafts_nothing():
     _, choice = simulate(chooser(2), 20, [0.95, 0.95])
-    assert choice.arm.depth == 4
-    assert choice.chosen({0: (50, 1)}).arm == PLAIN
-    assert choice.chosen({0: (50, 1), 1: (50, 100)}).arm.depth == 4
+    assert choice.mode.depth == 4
+    assert choice.chosen({0: (50, 1)}).mode == PLAIN
+    assert choice.chosen({0: (50, 1), 1: (50, 100)}).mode.depth == 4
 
 
 def test_a_slower_machine_does_not_change_the_depth():
@@ -187,8 +187,8 @@ def test_changes_of_the_depth_correct_the_ratio_of_its_seconds():
 
 def test_without_times_or_rows_the_depth_stays():
     first = Controller.create(map(at, DEPTHS), 2)
-    assert first.chosen({0: (5, 1)}) is first and first.arm.depth == 4
-    assert chooser(2).chosen({}).arm.depth == 4
+    assert first.chosen({0: (5, 1)}) is first and first.mode.depth == 4
+    assert chooser(2).chosen({}).mode.depth == 4
 
 
 FLAT = {0: 1.0, 1: 1.4, 2: 1.6, 4: 2.1}
@@ -220,7 +220,7 @@ class Fixed:
     is_probe = False
 
     def __init__(self, depth: int):
-        self.arm = at(depth)
+        self.mode = at(depth)
 
     def chosen(self, live):
         return self
@@ -240,7 +240,7 @@ def over_best_fixed(rates, rng, merged=False) -> float:
         histogram = np.zeros((len(rates), 1 + max(FLAT)))
         while left.any():
             choice = choice.chosen({int(row): (1, int(left[row])) for row in np.flatnonzero(left)})
-            depth, rounds, new = choice.arm.depth, 0, np.zeros(histogram.shape)
+            depth, rounds, new = choice.mode.depth, 0, np.zeros(histogram.shape)
             while rounds < (PROBE_ROUNDS if choice.is_probe else 32) and left.any():
                 correct = rng.random((len(rates), depth)) < np.array(rates)[:, None]
                 accepted = np.cumprod(correct, axis=1).sum(1)
@@ -287,14 +287,14 @@ def test_rows_after_a_plain_round_do_not_draft():
         chooser(2), can_be_disabled=True, acceptance={"one": known(2, 0.95)}
     )
     live = {0: (10, 100), 1: (10, 100)}
-    assert choice.chosen(live).arm.depth == 4
-    slow = {arm: (9.0 if arm.depth else 1.0,) for arm in choice.arms}
+    assert choice.chosen(live).mode.depth == 4
+    slow = {mode: (9.0 if mode.depth else 1.0,) for mode in choice.modes}
     plain = dataclasses.replace(choice, times=RoundTimes((1,), slow)).chosen(live)
-    assert plain.arm == PLAIN and plain.disabled == {0, 1}
+    assert plain.mode == PLAIN and plain.disabled == {0, 1}
     fast = dataclasses.replace(plain, times=choice.times)
-    for arm in fast.arms:
-        np.testing.assert_array_equal(fast.tokens(arm), 1)
-    assert fast.chosen(live).arm == PLAIN
+    for mode in fast.modes:
+        np.testing.assert_array_equal(fast.tokens(mode), 1)
+    assert fast.chosen(live).mode == PLAIN
     idle = {"one": dataclasses.replace(fast.acceptance["one"], idle=10**6)}
     assert not dataclasses.replace(fast, acceptance=idle).chosen(live).is_probe
     assert plain.would_disable({}, live) and plain.would_disable({0: live[0]}, {1: live[1]})
@@ -325,7 +325,7 @@ def test_a_row_with_one_token_left_does_not_disable_its_neighbours():
     choice = dataclasses.replace(
         chooser(2), can_be_disabled=True, acceptance={"one": known(2, 0.9)}
     )
-    assert choice.chosen({0: (10, 1), 1: (10, 500)}).arm.depth == 4
+    assert choice.chosen({0: (10, 1), 1: (10, 500)}).mode.depth == 4
 
 
 def test_a_request_that_joins_is_not_judged_by_the_one_before():
@@ -396,12 +396,12 @@ COSTS = {PLAIN: 1.0, at(1): 1.3, at(4): 2.2, at(1, "two"): 1.1, at(4, "two"): 1.
 
 def two(rows: int) -> Controller:
     """Returns the first choice between plain decoding and two drafters."""
-    times = RoundTimes((1,), {arm: (s,) for arm, s in COSTS.items()})
+    times = RoundTimes((1,), {mode: (s,) for mode, s in COSTS.items()})
     return Controller.create(COSTS, rows, times=times)
 
 
 def simulate_two(choice: Controller, calls: int, rates, simulates=()) -> tuple[list, Controller]:
-    """Returns (the arms of calls, the choice after them), of one row.
+    """Returns (the modes of calls, the choice after them), of one row.
 
     Args:
       choice: before the first call.
@@ -409,7 +409,7 @@ def simulate_two(choice: Controller, calls: int, rates, simulates=()) -> tuple[l
       rates: by drafter, the probability of each token given those before it.
       simulates: the drafters whose rounds are simulated while they do not draft.
     """
-    arms, histogram = [], choice.histogram.astype(float)
+    modes, histogram = [], choice.histogram.astype(float)
     simulated = {name: histogram.copy() for name in simulates}
 
     def add(to, rounds, rate, depth):
@@ -419,27 +419,27 @@ def simulate_two(choice: Controller, calls: int, rates, simulates=()) -> tuple[l
 
     for _ in range(calls):
         choice = choice.chosen({0: (1, 1000)})
-        arm, rounds = choice.arm, PROBE_ROUNDS if choice.is_probe else ROUNDS
-        add(histogram, rounds, rates.get(arm.drafter, 0), arm.depth)
+        mode, rounds = choice.mode, PROBE_ROUNDS if choice.is_probe else ROUNDS
+        add(histogram, rounds, rates.get(mode.drafter, 0), mode.depth)
         for name in simulates:
-            if name != arm.drafter:
+            if name != mode.drafter:
                 add(
                     simulated[name],
                     rounds * (1 - rates[name] + 1e-9) / (1 - rates[name] ** 5 + 1e-9),
                     rates[name],
                     4,
                 )
-        seconds = rounds * COSTS[arm]
+        seconds = rounds * COSTS[mode]
         choice = choice.counted(histogram, rounds, seconds, simulated)
-        arms.append(arm)
-    return arms, choice
+        modes.append(mode)
+    return modes, choice
 
 
-def best_of_two(rates) -> Arm:
-    """Returns the arm of the most tokens per second."""
+def best_of_two(rates) -> Mode:
+    """Returns the mode of the most tokens per second."""
 
-    def speed(arm):
-        return sum(rates.get(arm.drafter, 0) ** i for i in range(arm.depth + 1)) / COSTS[arm]
+    def speed(mode):
+        return sum(rates.get(mode.drafter, 0) ** i for i in range(mode.depth + 1)) / COSTS[mode]
 
     return max(COSTS, key=speed)
 
@@ -449,12 +449,12 @@ RATES = (dict(one=0.9, two=0.1), dict(one=0.9, two=0.8), dict(one=0, two=0), dic
 
 @pytest.mark.parametrize("rates", RATES)
 def test_the_drafter_of_the_most_tokens_per_second_is_found(rates):
-    arms, choice = simulate_two(two(1), 150, rates)
-    assert choice.best == best_of_two(rates) and arms[-30:].count(choice.best) >= 25
+    modes, choice = simulate_two(two(1), 150, rates)
+    assert choice.best == best_of_two(rates) and modes[-30:].count(choice.best) >= 25
     assert choice.probes.probed <= 4 + PROBE_SHARE * choice.probes.rounds
 
 
-def test_the_cases_have_different_best_arms():
+def test_the_cases_have_different_best_modes():
     assert len({best_of_two(rates) for rates in RATES}) == len(RATES)
 
 
@@ -463,10 +463,10 @@ def test_the_other_drafter_is_probed_and_takes_over():
     _, choice = simulate_two(two(1), 50, dict(one=0.9, two=0.0))
     assert choice.best == at(4, "one")
     rates = dict(one=0.9, two=0.85)
-    arms, _ = simulate_two(choice, 250, rates)
-    assert arms[-1] == best_of_two(rates) == at(4, "two")
-    first = next(i for i, arm in enumerate(arms) if arm.drafter == "two")
-    assert arms[first].depth == 1  # the probe is of the smallest tree
+    modes, _ = simulate_two(choice, 250, rates)
+    assert modes[-1] == best_of_two(rates) == at(4, "two")
+    first = next(i for i, mode in enumerate(modes) if mode.drafter == "two")
+    assert modes[first].depth == 1  # the probe is of the smallest tree
     assert first * ROUNDS + choice.acceptance["two"].idle >= IDLE_ROUNDS
 
 
@@ -475,8 +475,8 @@ def test_simulated_rounds_find_a_change_within_50_rounds(simulates):
     dead = dict(one=0.0, two=0.0)
     _, choice = simulate_two(two(1), 200, dead, simulates)
     assert choice.best == PLAIN
-    arms, _ = simulate_two(choice, 50 // ROUNDS, dead | dict(two=0.9), simulates)
-    assert (at(4, "two") in arms) == bool(simulates)
+    modes, _ = simulate_two(choice, 50 // ROUNDS, dead | dict(two=0.9), simulates)
+    assert (at(4, "two") in modes) == bool(simulates)
 
 
 class Cycle:
@@ -485,24 +485,26 @@ class Cycle:
     is_probe = False
 
     def __init__(self, depths):
-        self._arms = map(at, itertools.cycle(depths))
-        self.arm = next(self._arms)
+        self._modes = map(at, itertools.cycle(depths))
+        self.mode = next(self._modes)
         self.calls, self.lives = [], []
 
     def chosen(self, live):
         self.lives.append(live)
-        self.arm = next(self._arms)
+        self.mode = next(self._modes)
         return self
 
     def counted(self, histogram, rounds, seconds, simulated):
         self.simulated = simulated
-        self.calls.append((self.arm.depth, np.array(histogram), rounds))
+        self.calls.append((self.mode.depth, np.array(histogram), rounds))
         return self
 
 
 def decoders_of(request, depths):
     trees = {at(depth): chain(depth) if depth else ROOT_ONLY for depth in depths}
-    return {arm: Decoder(request, request.settings.with_tree(tree)) for arm, tree in trees.items()}
+    return {
+        mode: Decoder(request, request.settings.with_tree(tree)) for mode, tree in trees.items()
+    }
 
 
 DRAFTERS = {

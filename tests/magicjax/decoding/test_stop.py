@@ -7,7 +7,7 @@ import pytest
 
 import magicjax
 from magicjax.decoding import program_cache
-from magicjax.decoding.controller import Arm, Controller
+from magicjax.decoding.controller import Controller, Mode
 from magicjax.decoding.decoder import Decoder
 from magicjax.decoding.output import output_of, texts_of
 from magicjax.decoding.rounds import ROUNDS_PER_CALL, run_adaptive
@@ -150,7 +150,7 @@ def test_a_stop_string_ends_a_row_between_calls_of_different_depths(target):
     options = dict(max_tokens=NEW, eos_token_id=[], stop=stops) | DRAFTED
     request = keywords.prepare(target, PROMPTS, **options)
     decoder, texts = Decoder(request), texts_of(request)
-    decoders = {Arm("self", 2): decoder}
+    decoders = {Mode("self", 2): decoder}
     controller = Controller.create(decoders, len(PROMPTS))
     state, calls = run_adaptive(decoders, controller, decoder.start(), texts, rounds=2)
     output = output_of(decoder, state, texts, program_cache.totals(), calls)

@@ -157,7 +157,7 @@ def test_statistics_of_requests_and_of_the_engine():
     engine.run()
     stats = engine.stats
     assert stats.new_tokens == 4 * engines.NEW and stats.finished["length"] == 4
-    assert [arm.depth for arm in stats.rounds_by_arm] == [4]  # its tree only
+    assert [mode.depth for mode in stats.rounds_by_arm] == [4]  # its tree only
     assert stats.loop_s > 0 and stats.prefill_s > 0 and stats.host_s > 0
     seconds = stats.loop_s + stats.prefill_s + stats.host_s
     assert stats.tokens_per_s == pytest.approx(stats.new_tokens / seconds)

@@ -17,19 +17,19 @@ from tests.quick import quick
 
 @dataclasses.dataclass(frozen=True)
 class Forced(Controller):
-    """Runs all arms, whatever they cost: first as the best one, then as probes beside plain."""
+    """Runs all modes, whatever they cost: first as the best one, then as probes beside plain."""
 
     call: int = 0
 
     def chosen(self, live):
-        order = (*self.arms[::-1], *self.arms)
+        order = (*self.modes[::-1], *self.modes)
         n = self.call % len(order)
-        best = order[n] if n < len(self.arms) else PLAIN
+        best = order[n] if n < len(self.modes) else PLAIN
         return dataclasses.replace(self.running(order[n], best, live), call=self.call + 1)
 
 
 def forced(name: str, **options) -> magicjax.Engine:
-    """Returns an engine that has compiled all arms and runs them in a fixed order."""
+    """Returns an engine that has compiled all modes and runs them in a fixed order."""
     engine = engines.engine(name, adaptive=True, **options)
     engine.warm_up()
     engine._loops.controller = Forced(**vars(engine._loops.controller))
@@ -42,7 +42,7 @@ SPECULATING = [name for name in engines.DRAFTERS if name != "plain"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SPECULATING)
-def test_greedy_texts_and_caches_do_not_depend_on_the_arms(name, tally):
+def test_greedy_texts_and_caches_do_not_depend_on_the_modes(name, tally):
     eos = int(engines.expected(4)[6])
     engine = forced(name, eos_token_id=eos, rounds_per_step=1)
     compiled = program_cache.totals()
@@ -52,7 +52,7 @@ def test_greedy_texts_and_caches_do_not_depend_on_the_arms(name, tally):
     deepest = tree.shape.depth
     rounds = engine.stats.rounds_by_arm
     whole_only = isinstance(tree, magicjax.DynamicTree) or isinstance(drafter, magicjax.Cascade)
-    depths = {arm.depth for arm in rounds}
+    depths = {mode.depth for mode in rounds}
     assert depths == ({0, deepest} if whole_only else {0, 1, 2, deepest})
     members = len(loops.names_of(drafter))
     assert len(rounds) == 1 + (len(depths) - 1) * members + (members > 1)
@@ -85,7 +85,7 @@ def test_after_plain_rounds_a_draft_model_drafts_for_new_requests_only(tally):
     engine = engines.engine("small", CHAIN, adaptive=True, slots=2, rounds_per_step=1)
     engine.warm_up()
     controller, prompts = engine._loops.controller, engines.prompts()[:3]
-    order = iter([PLAIN] * 2 + [max(controller.arms, key=lambda arm: arm.depth)] * 100)
+    order = iter([PLAIN] * 2 + [max(controller.modes, key=lambda mode: mode.depth)] * 100)
 
     class InOrder(Controller):
         def chosen(self, live):
@@ -121,11 +121,11 @@ def test_requests_that_join_a_busy_engine_do_not_draft(tally):
         engine._loops.controller,
         engines.prompts(),
     )
-    plain, drafts = ((1.0, 9.0), (1.1, 90.0)), max(controller.arms, key=lambda arm: arm.depth)
+    plain, drafts = ((1.0, 9.0), (1.1, 90.0)), max(controller.modes, key=lambda mode: mode.depth)
     seconds = dict(zip((PLAIN, drafts), plain, strict=True))  # drafts pay for a single row
     times = RoundTimes((1,), seconds, (1, 2))
-    arms: dict = dict(arms=(PLAIN, drafts), arm=drafts, best=drafts, times=times)
-    engine._loops.controller = dataclasses.replace(controller, **arms)
+    modes: dict = dict(modes=(PLAIN, drafts), mode=drafts, best=drafts, times=times)
+    engine._loops.controller = dataclasses.replace(controller, **modes)
     handles = [engine.submit(prompt) for prompt in prompts[:2]]
     while len(engine._scheduler.running) < 2:
         engine.step()
@@ -146,15 +146,15 @@ def test_a_request_counts_the_trees_that_ran():
     engine = forced("prompt lookup", slots=1, rounds_per_step=1)
     stats = engine.submit(engines.prompts()[0]).result().stats
     rounds = engine.stats.rounds_by_arm
-    deepest = max(arm.depth for arm in rounds)
+    deepest = max(mode.depth for mode in rounds)
     assert stats.rounds == sum(rounds.values()) and rounds[PLAIN]
-    assert stats.perfect == sum(arm.depth * n for arm, n in rounds.items())
+    assert stats.perfect == sum(mode.depth * n for mode, n in rounds.items())
     assert stats.tried[0] == stats.rounds - rounds[PLAIN] and stats.perfect < deepest * stats.rounds
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", quick(["streaming", "prompt lookup", "small"], "prompt lookup"))
-def test_sampled_texts_do_not_depend_on_the_arms(name):
+def test_sampled_texts_do_not_depend_on_the_modes(name):
     engine = forced(name, sampling=True, slots=2, rounds_per_step=1)
     handles = [test_sampled.submit(engine, number) for number in range(5)]
     engine.run()
@@ -180,9 +180,9 @@ def test_an_engine_chooses_by_its_own_times_and_acceptance(tally):
     engine.step()  # without warm-up, rounds are timed here
     times = engine._loops.controller.times
     assert times.lengths == (1, 3 * engines.CAPACITY // 4) and times.rows == (1, 2)
-    assert [arm.depth for arm in times.seconds] == [0, 1]
+    assert [mode.depth for mode in times.seconds] == [0, 1]
     assert all(0 < s < 60 for seconds in times.seconds.values() for s in seconds)
-    costs = {arm: (9.0 if arm.depth else 1.0,) for arm in times.seconds}
+    costs = {mode: (9.0 if mode.depth else 1.0,) for mode in times.seconds}
     controller = dataclasses.replace(engine._loops.controller, times=RoundTimes((1,), costs))
     engine._loops.controller = controller
     engine.run()
@@ -197,8 +197,8 @@ def test_the_depths_of_a_cascade_are_those_of_its_chains():
     drafter = magicjax.Cascade(magicjax.PromptLookup(), tiny.drafter("self"))
     options = dict(drafter=drafter, tree=tiny.TREES["chain4"], max_tokens=tiny.NEW)
     request = keywords.prepare(tiny.model(), tiny.prompts(1), **options)
-    found = loops.arms_of(request, adaptive=True)
-    depths = [arm.depth for arm in found]
+    found = loops.modes_of(request, adaptive=True)
+    depths = [mode.depth for mode in found]
     assert depths == [each.shape.depth for each in found.values()] == [0, 2, 3, 5]
     assert [each.tree.depth for each in found.values()] == [0, 1, 2, 4]
 

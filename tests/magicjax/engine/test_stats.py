@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from magicjax.decoding.controller import PLAIN, Arm, Probes
+from magicjax.decoding.controller import PLAIN, Mode, Probes
 from magicjax.decoding.decoder import Clock
 from magicjax.decoding.text import Result
 from magicjax.engine.handle import RequestStats
@@ -54,14 +54,14 @@ def test_requests_without_a_time_do_not_count():
 
 
 def test_printed_statistics_are_a_few_lines_without_empty_ones():
-    counters = Counters([PLAIN, Arm("prompt-lookup", 4)])
+    counters = Counters([PLAIN, Mode("prompt-lookup", 4)])
     assert str(stats(counters)).splitlines() == [
         "0 requests finished, 0 running, 0 waiting",
         "0 tokens: 0.0 tokens/s, loop 0.000 s, prefill 0.000 s, host 0.000 s (0 steps)",
         "KV cache: 0.0 MB",
     ]
     counters.count(result(ttft_s=0.5))
-    counters.rounds_by_arm[Arm("prompt-lookup", 4)] = 3
+    counters.rounds_by_arm[Mode("prompt-lookup", 4)] = 3
     counters.host_s, counters.steps = 0.25, 1
     store = SimpleNamespace(**vars(STORE) | dict(lookups=2, hits=1, reused_tokens=7))
     found = counters.stats(SCHEDULER, store, Clock(0.25, 0.5), 3_000_000, Probes())
