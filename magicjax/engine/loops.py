@@ -146,8 +146,8 @@ def modes_of(request: Request, adaptive: bool) -> dict[Mode, Settings]:
     if not adaptive:
         return {whole: settings}
     if not isinstance(drafter, Ensemble):
-        own_only = isinstance(drafter, Cascade) and drafter.first_tree is not None
-        trees_of_modes = [settings.tree] if own_only else _depths(settings.tree)
+        whole_tree_only = isinstance(drafter, Cascade) and drafter.first_tree is not None
+        trees_of_modes = [settings.tree] if whole_tree_only else _depths(settings.tree)
         settings_of_modes = [_with_tree(request, tree) for tree in trees_of_modes]
         modes = {Mode(names[0], each.shape.depth): each for each in settings_of_modes}
         return {PLAIN: _with_tree(request, ROOT_ONLY)} | modes
@@ -212,7 +212,7 @@ def simulated_rounds(drafter: Drafter, state: Any) -> dict[str, jax.Array]:
     """
     states = state if isinstance(drafter, Ensemble) else (state,)
     members = zip(names_of(drafter), _members(drafter), states, strict=True)
-    histograms = {name: member.simulated(own) for name, member, own in members}
+    histograms = {name: member.simulated(member_state) for name, member, member_state in members}
     return {name: histogram for name, histogram in histograms.items() if histogram is not None}
 
 

@@ -231,10 +231,10 @@ class PrefixStore:
             return {}
         if prefix.on_host:
             put = functools.partial(_put_states, row_shapes=self._row_shapes)
-            every = prefix.snapshots | {len(prefix.tokens): prefix.cache.states}
-            return {length: put(states) for length, states in every.items()}
-        own = jax.tree.map(jnp.copy, prefix.cache.states)  # the row may be donated
-        return prefix.snapshots | {len(prefix.tokens): own}
+            all_states = prefix.snapshots | {len(prefix.tokens): prefix.cache.states}
+            return {length: put(states) for length, states in all_states.items()}
+        final_states = jax.tree.map(jnp.copy, prefix.cache.states)  # the row may be donated
+        return prefix.snapshots | {len(prefix.tokens): final_states}
 
     def _use(self, prefix: Prefix) -> Prefix:
         """Makes an entry the most recently used one; returns it on the device."""

@@ -51,8 +51,9 @@ class _Rows:
         sources, states = self.cache.sources, self.cache.states
         if sources and sources[layer] is not None:
             return Partial(type(self)._attend_shared, self.of_layer(sources[layer]))
-        own, has_state = self.of_layer(layer), bool(states) and states[layer] is not None
-        return Partial(type(self)._run_state if has_state else type(self)._attend_rounded, own)
+        has_state = bool(states) and states[layer] is not None
+        run = type(self)._run_state if has_state else type(self)._attend_rounded
+        return Partial(run, self.of_layer(layer))
 
     def of_layer(self, layer: int) -> Self:
         """Returns the same for one layer."""

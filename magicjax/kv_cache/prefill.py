@@ -149,7 +149,7 @@ def _update(
             return prefix_mass(q, full_cache.elements(k, q.dtype), seen, lse, **options)
 
         total = tuple(
-            old if old is None else old + model.sum_over_replicas(mass(k, *own))
-            for old, own, k in zip(total, queries, keys, strict=True)
+            old if old is None else old + model.sum_over_replicas(mass(k, *layer_queries))
+            for old, layer_queries, k in zip(total, queries, keys, strict=True)
         )
     return dataclasses.replace(stats, queries=windows, total=total)

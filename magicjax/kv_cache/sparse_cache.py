@@ -58,8 +58,8 @@ class DraftCache:
         k, v = select(self.k, layers), select(self.v, layers)
         pinned, windows = select(self.pinned, layers), select(self.windows, layers)
         states = select(self.states, layers) if self.states else ()
-        own = dict(k=k, v=v, pinned=pinned, windows=windows, states=states, sources=())
-        return dataclasses.replace(self, **own)  # type: ignore[arg-type]
+        fields = dict(k=k, v=v, pinned=pinned, windows=windows, states=states, sources=())
+        return dataclasses.replace(self, **fields)  # type: ignore[arg-type]
 
     @property
     def committed(self) -> Int[Array, "B"]:

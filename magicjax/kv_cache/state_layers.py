@@ -168,8 +168,8 @@ def run_chain(
     batch, length, _ = inputs.x.shape
     live = (jnp.arange(length) < count[:, None])[..., None]
     # In padding nothing decays, and nothing is added, not even 0 times what is not finite.
-    own = inputs.x, inputs.beta, inputs.log_decay
-    x, beta, log_decay = (jnp.where(live, y, 0) for y in own)
+    token_inputs = inputs.x, inputs.beta, inputs.log_decay
+    x, beta, log_decay = (jnp.where(live, y, 0) for y in token_inputs)
     both = jnp.concatenate([state.inputs, x.astype(state.inputs.dtype)], 1)
     newest = _newest(both, count, state.inputs.shape[1])
     both, kernel = both.astype(beta.dtype), inputs.kernel.astype(beta.dtype).T

@@ -83,8 +83,8 @@ class _OfEngine(Collector):
     def collect(self) -> Iterator[Metric]:
         for kind, name, text, labels, values in _measured(self._worker):
             family = kind(f"magicjax_{name}", text, labels=("model", *labels))
-            for own, value in values.items():
-                family.add_metric((self._model, *own), value)
+            for label_values, value in values.items():
+                family.add_metric((self._model, *label_values), value)
             yield family
 
 

@@ -71,8 +71,8 @@ def _delta_net(x, weights, config, sees):
     decay = np.exp(-np.exp(weights["log_rate"]) * rate)
     beta = 1 / (1 + np.exp(-x @ weights["b"]["weight"].T))
     out, states = np.zeros_like(v), {}
-    for t, (own, *before) in enumerate(path):
-        assert own == t
+    for t, (node, *before) in enumerate(path):
+        assert node == t
         for head in range(shape.value_heads):
             shared = head // (shape.value_heads // shape.key_heads)
             state = states[before[0], head] if before else np.zeros((q.shape[-1], v.shape[-1]))
@@ -105,8 +105,10 @@ def _mixture(x, weights, config):
         chosen = np.argsort(-scores, kind="stable")[: config.experts_per_token]
         total = scores[chosen].sum() if config.normalize_experts else scores.sum()
         for expert in chosen:
-            own = {name: {"weight": weights[name]["weight"][expert]} for name in MATRICES}
-            out[t] += scores[expert] / total * _mlp(token, own, config)
+            expert_weights = {
+                name: {"weight": weights[name]["weight"][expert]} for name in MATRICES
+            }
+            out[t] += scores[expert] / total * _mlp(token, expert_weights, config)
     return out
 
 
@@ -126,12 +128,12 @@ def logits(target, text, sees=None) -> np.ndarray:
         if config.linear[layer]:
             x = x + _delta_net(normed, block["delta_net"], config, sees)
         else:
-            weights, own = block["attention"], config.of_layer(layer)
+            weights, layer_config = block["attention"], config.of_layer(layer)
             if source is None:
-                kept[layer] = _keys_values(normed, weights, own, target.kv_bits)
+                kept[layer] = _keys_values(normed, weights, layer_config, target.kv_bits)
             seen = _within(sees, config.windows[layer])
             k, v = kept[layer if source is None else source]
-            x = x + _attention(normed, weights, own, seen, k, v)
+            x = x + _attention(normed, weights, layer_config, seen, k, v)
         normed = _norm(x, block["mlp_norm"]["scale"], config.norm_eps)
         x = x + (_mlp if config.num_experts is None else _mixture)(normed, block["mlp"], config)
     return _norm(x, params["norm"]["scale"], config.norm_eps) @ params["unembedding"].T

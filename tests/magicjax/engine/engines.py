@@ -62,8 +62,8 @@ DRAFTERS = {
 
 def engine(name: str = "streaming", tree=None, **options) -> magicjax.Engine:
     """Returns an engine with a drafter, and its own tree unless one is given."""
-    drafter, own = DRAFTERS[name]
-    tree = own if tree is None else tree
+    drafter, default_tree = DRAFTERS[name]
+    tree = default_tree if tree is None else tree
     defaults = dict(slots=3, capacity=CAPACITY, max_tokens=NEW, eos_token_id=tiny.NEVER)
     defaults |= dict(prefill_chunk=16, rounds_per_step=3)
     config = magicjax.EngineConfig(**defaults | options)

@@ -162,12 +162,12 @@ def test_statistics_of_requests_and_of_the_engine():
     seconds = stats.loop_s + stats.prefill_s + stats.host_s
     assert stats.tokens_per_s == pytest.approx(stats.new_tokens / seconds)
     for handle, prompt in zip(handles, engines.prompts(), strict=False):
-        own = handle.result().stats
-        assert (own.prompt_tokens, own.new_tokens) == (len(prompt), engines.NEW)
-        assert own.prefilled_tokens == len(prompt) and own.reused_tokens == 0
-        assert own.tau == pytest.approx((engines.NEW - 1) / own.rounds)
-        assert 0 <= own.queue_s <= own.ttft_s <= own.total_s and own.tpot_s > 0
-        assert own.itl_s and own.ttft_s + sum(own.itl_s) <= own.total_s + 1e-6
+        counts = handle.result().stats
+        assert (counts.prompt_tokens, counts.new_tokens) == (len(prompt), engines.NEW)
+        assert counts.prefilled_tokens == len(prompt) and counts.reused_tokens == 0
+        assert counts.tau == pytest.approx((engines.NEW - 1) / counts.rounds)
+        assert 0 <= counts.queue_s <= counts.ttft_s <= counts.total_s and counts.tpot_s > 0
+        assert counts.itl_s and counts.ttft_s + sum(counts.itl_s) <= counts.total_s + 1e-6
     assert stats.ttft_s.p50 == np.median([handle.result().stats.ttft_s for handle in handles])
     assert stats.itl_s.p50 <= stats.itl_s.p99
 

@@ -133,10 +133,10 @@ def check_text(state, texts) -> None:
 
 def check_small(state, model, texts, tolerance) -> int:
     """Checks a small model's cache and backlog against the texts; returns the longest backlog."""
-    own, backlog = state.cache, state.backlog
+    cache, backlog = state.cache, state.backlog
     lengths = [len(text) - 1 for text in texts]
-    np.testing.assert_array_equal(own.lengths, lengths - backlog.count)
-    check_cache(own, model, texts, own.lengths, tolerance)
+    np.testing.assert_array_equal(cache.lengths, lengths - backlog.count)
+    check_cache(cache, model, texts, cache.lengths, tolerance)
     for text, tokens, count in zip(texts, backlog.tokens, backlog.count, strict=True):
         np.testing.assert_array_equal(tokens[:count], text[len(text) - 1 - count : -1])
     return int(backlog.count.max())
@@ -194,17 +194,17 @@ def check_every_round(kind, tree, prompts, dtype, tolerance, **options) -> None:
         np.testing.assert_array_equal(state.pending, [text[-1] for text in texts])
         check_cache(state.cache, request.target, texts, state.cache.lengths, tolerance)
         accepted |= set(np.flatnonzero(state.histogram.sum(0)).tolist())
-        for member, own in states_of(request.drafter, state.drafter) if kind else ():
+        for member, member_state in states_of(request.drafter, state.drafter) if kind else ():
             if isinstance(member, magicjax.SmallModel):
-                longest = max(longest, check_small(own, member.model, texts, tolerance))
+                longest = max(longest, check_small(member_state, member.model, texts, tolerance))
             elif isinstance(member, magicjax.SelfSpeculation):
-                check_draft_cache(own.cache, of_layers(state.cache, member.layers))
+                check_draft_cache(member_state.cache, of_layers(state.cache, member.layers))
             elif isinstance(member, magicjax.PageRetrieval):
-                test_pages.check_bounds(own.bounds, of_layers(state.cache, member.layers))
+                test_pages.check_bounds(member_state.bounds, of_layers(state.cache, member.layers))
             elif isinstance(member, magicjax.Eagle):
-                check_head(own, member, request.target, texts, tolerance)
+                check_head(member_state, member, request.target, texts, tolerance)
             elif isinstance(member, magicjax.PromptLookup):
-                check_text(own, texts)
+                check_text(member_state, texts)
     # An accepted leaf was never run; in an ensemble, nothing of the others' branches was, and in a
     # cascade nothing after the first tree.
     assert longest == {"near": 1, "hybrid near": 1}.get(kind, longest)
@@ -277,8 +277,10 @@ def test_caches_follow_sampled_texts_of_drawn_and_folded_trees(kind, tree, draw,
     small = magicjax.SmallModel(tiny.model("near"), draw)
     drafter = small
     if kind == "ensemble":
-        own = magicjax.SelfSpeculation(magicjax.StreamingLLM(tiny.SINKS), tiny.BUDGET, draw)
-        members = [small, magicjax.PromptLookup(), own]
+        self_speculation = magicjax.SelfSpeculation(
+            magicjax.StreamingLLM(tiny.SINKS), tiny.BUDGET, draw
+        )
+        members = [small, magicjax.PromptLookup(), self_speculation]
         trees = [tiny.TREES["2,2,1"], tiny.TREES["chain5"], tiny.TREES["chain2"]]
         drafter = magicjax.Ensemble(members, trees)
         monkeypatch.setitem(tiny.SPECIAL, tree, None)
@@ -303,13 +305,13 @@ def test_a_misplaced_entry_is_detected():
     wrong = state.cache.replace(k=tuple(k))
     with pytest.raises(AssertionError):
         check_cache(wrong, request.target, prompts, lengths, 1e-5)
-    own = state.drafter.cache
-    draft = [x.copy() for x in own.k]
+    cache = state.drafter.cache
+    draft = [x.copy() for x in cache.k]
     draft[0][5, 0, tiny.BUDGET - 1] += 1e-6
     with pytest.raises(AssertionError):
-        check_draft_cache(own.replace(k=tuple(draft)), state.cache)
+        check_draft_cache(cache.replace(k=tuple(draft)), state.cache)
     check_cache(state.cache, request.target, prompts, lengths, 1e-5)
-    check_draft_cache(own, state.cache)
+    check_draft_cache(cache, state.cache)
 
 
 def test_a_prompt_of_several_chunks_fills_the_cache_like_one_chunk():

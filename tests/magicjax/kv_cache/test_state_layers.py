@@ -57,8 +57,8 @@ def paths_of(parents) -> list[list[int]]:
 def tree_arguments(parents) -> tuple[np.ndarray, np.ndarray]:
     """Returns the mask [B, N, N] and the positions [B, N] of trees whose roots are at 7."""
     mask, positions = np.zeros((*parents.shape, NODES), bool), np.zeros(parents.shape, np.int32)
-    for row, own in enumerate(parents):
-        for node, path in enumerate(paths_of(own)):
+    for row, row_parents in enumerate(parents):
+        for node, path in enumerate(paths_of(row_parents)):
             mask[row, node, path] = True
             positions[row, node] = 7 + len(path) - 1
     return mask, positions
@@ -118,8 +118,8 @@ def test_a_tree_in_one_pass_is_the_recurrence_on_every_path(dtype):
         expected, *states = by_paths(inputs, state, parents)
         assert largest_error(out, expected) < TOLERANCE[dtype]
         ends, counts, paths = [], [], np.zeros((TREES, NODES), np.int32)
-        for row, own in enumerate(parents):
-            path = paths_of(own)[rng.integers(NODES)]
+        for row, row_parents in enumerate(parents):
+            path = paths_of(row_parents)[rng.integers(NODES)]
             counts.append(rng.integers(len(path) + 1))
             paths[row, : len(path)], paths[row, len(path) :] = path, path[-1]
             ends.append(path[counts[-1] - 1] if counts[-1] else -1)
@@ -169,9 +169,9 @@ def test_levels_are_the_tree_and_padding_is_dropped():
             break
         nodes = np.pad(nodes, (0, 6 - len(nodes)), constant_values=NODES)  # padding
         at = np.minimum(nodes, NODES - 1)
-        own = jax.tree.map(lambda x, at=at: x[:, at] if x.ndim > 2 else x, inputs)
+        level_inputs = jax.tree.map(lambda x, at=at: x[:, at] if x.ndim > 2 else x, inputs)
         seen = mask[:, at] & (nodes < NODES)[:, None]
-        out, drafted = level(own, state, drafted, nodes, seen, positions[:, at], first)
+        out, drafted = level(level_inputs, state, drafted, nodes, seen, positions[:, at], first)
         live = nodes[nodes < NODES]
         assert largest_error(out[:, : len(live)], np.asarray(expected)[:, live]) < 2e-5
     for name in ("x", "k", "d", "log_decay"):
@@ -204,6 +204,6 @@ def test_a_part_of_the_rows_is_advanced_in_place():
     path = positions, np.array([8, 3], np.int32)
     after = _commit(state, nodes, *path)
     alone = _commit(jax.tree.map(lambda x: x[:2], state), nodes, *path)
-    for found, own, old in zip(*map(jax.tree.leaves, (after, alone, state)), strict=True):
-        np.testing.assert_array_equal(found[:2], own)
+    for found, expected, old in zip(*map(jax.tree.leaves, (after, alone, state)), strict=True):
+        np.testing.assert_array_equal(found[:2], expected)
         np.testing.assert_array_equal(found[2:], old[2:])

@@ -173,10 +173,12 @@ def test_streamed_completions_add_up(target, client):
     assert all(chunk.usage is None for chunk in pieces) and last.choices == []
     assert last.usage == completion(client, PROMPTS).usage or last.usage.prompt_tokens
     for index, prompt in enumerate(PROMPTS):
-        own = [c for chunk in pieces for c in chunk.choices if c.index == index]
-        assert "".join(choice.text for choice in own) == text(target, prompt)
-        assert [choice.finish_reason for choice in own[:-1]] == [None] * (len(own) - 1)
-        assert own[-1].finish_reason == "length"
+        choice_chunks = [c for chunk in pieces for c in chunk.choices if c.index == index]
+        assert "".join(choice.text for choice in choice_chunks) == text(target, prompt)
+        assert [choice.finish_reason for choice in choice_chunks[:-1]] == [None] * (
+            len(choice_chunks) - 1
+        )
+        assert choice_chunks[-1].finish_reason == "length"
 
 
 def test_streamed_chats_add_up(client):
@@ -184,10 +186,10 @@ def test_streamed_chats_add_up(client):
     chunks = [*chat(client, n=2, seed=6, stream=True, **SAMPLED)]
     assert all(chunk.object == "chat.completion.chunk" for chunk in chunks)
     for choice in whole.choices:
-        own = [c for chunk in chunks for c in chunk.choices if c.index == choice.index]
-        assert own[0].delta.role == "assistant"
-        assert "".join(c.delta.content or "" for c in own) == choice.message.content
-        assert own[-1].finish_reason == choice.finish_reason
+        choice_chunks = [c for chunk in chunks for c in chunk.choices if c.index == choice.index]
+        assert choice_chunks[0].delta.role == "assistant"
+        assert "".join(c.delta.content or "" for c in choice_chunks) == choice.message.content
+        assert choice_chunks[-1].finish_reason == choice.finish_reason
 
 
 def test_texts_end_before_a_stop_string(target, client):

@@ -138,14 +138,14 @@ def test_a_stream_has_the_calls_of_the_answer(client):
     whole = chat(client, logprobs=True, **options)
     chunks = [*chat(client, logprobs=True, stream=True, **options)]
     for choice in whole.choices:
-        own = [c for chunk in chunks for c in chunk.choices if c.index == choice.index]
-        assert all(not c.delta.content for c in own)
-        assert [c.finish_reason for c in own if c.finish_reason] == [choice.finish_reason]
-        assert own[-1].finish_reason == choice.finish_reason
-        tokens = [t.token for c in own if c.logprobs for t in c.logprobs.content]
+        choice_chunks = [c for chunk in chunks for c in chunk.choices if c.index == choice.index]
+        assert all(not c.delta.content for c in choice_chunks)
+        assert [c.finish_reason for c in choice_chunks if c.finish_reason] == [choice.finish_reason]
+        assert choice_chunks[-1].finish_reason == choice.finish_reason
+        tokens = [t.token for c in choice_chunks if c.logprobs for t in c.logprobs.content]
         assert tokens == [t.token for t in choice.logprobs.content]
         found = []
-        for call in (call for c in own for call in c.delta.tool_calls or ()):
+        for call in (call for c in choice_chunks for call in c.delta.tool_calls or ()):
             if call.id:
                 assert call.index == len(found) and call.function.arguments == ""
                 found.append([call.function.name, ""])

@@ -97,9 +97,11 @@ def test_a_draft_on_pages_gathers_them_and_reads_the_bounds_of_all_in_every_choi
     device = cost_model.find_device("h100")
     machine, where = Machine(device, model=2), (16, 32000)
     pages = Draft(LLAMA, 512, page_size=16)
-    own, gathered = (cost_model.draft_step(d, machine, *where) for d in (Draft(LLAMA, 512), pages))
+    on_cache, gathered = (
+        cost_model.draft_step(d, machine, *where) for d in (Draft(LLAMA, 512), pages)
+    )
     more = 2 * 16 * 512 * 131072 / 2 / device.reached_bandwidth  # written, and read again
-    assert math.isclose(gathered["attention"], own["attention"] + more)
+    assert math.isclose(gathered["attention"], on_cache["attention"] + more)
     choice = 16 * 32000 / 16 * 131072 / 2 / device.reached_bandwidth
     for every in (1, 4):
         cost = round_cost(LLAMA, dataclasses.replace(pages, every=every), machine, *where, 5, 4)

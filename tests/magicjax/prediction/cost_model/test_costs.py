@@ -51,8 +51,8 @@ def test_more_tokens_read_more_experts():
     shared = cost_model.sizes_of(dataclasses.replace(mixture, shared_expert_size=24))
     gate = mixture.num_layers * mixture.hidden_size
     assert shared.mlp == sizes.mlp + gate
-    own = 3 * 24 * mixture.hidden_size * mixture.num_layers  # which each token uses
-    assert shared.attention == sizes.attention + own
+    shared_expert = 3 * 24 * mixture.hidden_size * mixture.num_layers  # which each token uses
+    assert shared.attention == sizes.attention + shared_expert
 
 
 def test_a_mixture_is_planned_a_shorter_chain_than_a_dense_model():

@@ -29,7 +29,7 @@ H100 = Machine(cost_model.find_device("h100"), model=8)
 rates = st.floats(0.0, 1.0)
 
 
-def own(budget=512, *acceptance, **more) -> Candidate:
+def self_speculation(budget=512, *acceptance, **more) -> Candidate:
     return Candidate(f"self:streaming:{budget}", Draft(LLAMA, budget), (acceptance,), **more)
 
 
@@ -56,7 +56,7 @@ def test_tokens_of_a_chain_are_those_that_a_simulation_counts(rate, gamma, seed)
 @settings(deadline=None, max_examples=30)
 def test_the_best_is_the_fastest_of_all_chains(rate, batch, context):
     machine = Machine(dataclasses.replace(H100.device, memory=1e15), model=8)
-    candidates = [own(128, 0.9 * rate), own(512, rate)]
+    candidates = [self_speculation(128, 0.9 * rate), self_speculation(512, rate)]
     found = plan(LLAMA, candidates, machine, batch, context)
     speedups = {}
     for c, a in zip(candidates, (0.9 * rate, rate), strict=True):
@@ -76,16 +76,17 @@ def test_the_best_is_the_fastest_of_all_chains(rate, batch, context):
 @settings(deadline=None, max_examples=30)
 def test_higher_acceptance_never_makes_a_plan_slower(a, b, batch):
     low, high = (
-        plan(LLAMA, [own(512, rate)], H100, batch, 32_000).best.speedup for rate in sorted((a, b))
+        plan(LLAMA, [self_speculation(512, rate)], H100, batch, 32_000).best.speedup
+        for rate in sorted((a, b))
     )
     assert low <= high
 
 
 def test_speculation_is_faster_above_the_break_even_only():
-    at = plan(LLAMA, [own(512, 0.8)], H100, 32, 32_000).break_even
+    at = plan(LLAMA, [self_speculation(512, 0.8)], H100, 32, 32_000).break_even
     assert 0.2 < at < 0.8
-    assert plan(LLAMA, [own(512, at + 1e-6)], H100, 32, 32_000).speculate
-    assert not plan(LLAMA, [own(512, at - 1e-6)], H100, 32, 32_000).speculate
+    assert plan(LLAMA, [self_speculation(512, at + 1e-6)], H100, 32, 32_000).speculate
+    assert not plan(LLAMA, [self_speculation(512, at - 1e-6)], H100, 32, 32_000).speculate
 
 
 def test_acceptance_by_rank_leads_to_trees_where_they_are_faster():
@@ -105,7 +106,7 @@ def test_acceptance_by_rank_leads_to_trees_where_they_are_faster():
 
 def test_candidates_that_do_not_fit_are_excluded():
     where = H100, 10, 32_000
-    small, huge = (own(budget, 0.5, memory=budget) for budget in (512, 60_000))
+    small, huge = (self_speculation(budget, 0.5, memory=budget) for budget in (512, 60_000))
     assert plan(LLAMA, [small, huge], *where, 512).too_large == ("self:streaming:60000",)
     assert plan(LLAMA, [small, huge], *where).too_large == ()
     with pytest.raises(ValueError, match="no draft fits beside the target: self:streaming:60000"):
@@ -156,10 +157,10 @@ def test_the_remedy_is_the_most_rows_that_fit():
     ("arguments", "message"),
     [
         (([], 1, 1), "no candidate"),
-        (([own(512, 0.5)], 0, 1), "batch=0 must be at least 1"),
-        (([own(512, 0.5)], 1, 0), "context=0 must be at least 1"),
-        (([own(512, 1.5)], 1, 1), "give probabilities"),
-        (([own(512, 0.7, 0.6)], 1, 1), "sums to 1.3"),
+        (([self_speculation(512, 0.5)], 0, 1), "batch=0 must be at least 1"),
+        (([self_speculation(512, 0.5)], 1, 0), "context=0 must be at least 1"),
+        (([self_speculation(512, 1.5)], 1, 1), "give probabilities"),
+        (([self_speculation(512, 0.7, 0.6)], 1, 1), "sums to 1.3"),
     ],
 )
 def test_invalid_arguments_are_errors(arguments, message):
