@@ -108,7 +108,7 @@ def _load(
     offloading.check_offload(offload)
     _check_dtype(dtype)
     kv_bits = _kv_bits(kv_dtype, source)
-    form = models.parse_weights(weights)
+    weight_format = models.parse_weights(weights)
     if mesh is not None and isinstance(source.config, models.EagleConfig):
         stages = 1  # every device has the whole head
     if offload:
@@ -116,13 +116,13 @@ def _load(
     stages = _validated_stages(stages, shards, mesh, offload)
     sharding_of = None
     if mesh is not None:
-        formats = source.matrix_formats(form, alike=stages > 1)
+        formats = source.matrix_formats(weight_format, alike=stages > 1)
         module = models.build(source.config, weights=formats)
         sharding_of = placement.parameter_shardings(module, shards, mesh)
         pipeline_stages.check_layers(source.config, stages)
     if source.directory is None:
         dtype = source.stored_dtype if dtype is None else dtype
-        module = models.build(source.config, dtype, source.matrix_formats(form))
+        module = models.build(source.config, dtype, source.matrix_formats(weight_format))
         _check_random(module, source)
         params, layout = _initialized(module, seed, stages, offload, sharding_of)
         module, params = _cut(module, params, draft_vocab)
@@ -140,7 +140,7 @@ def _load(
     checkpoint = models.load_checkpoint(
         path,
         dtype,
-        weights=form,
+        weights=weight_format,
         sharding_of=sharding_of,
         lazy_blocks=offload or stages > 1,
         alike=stages > 1,
@@ -251,10 +251,11 @@ def _bytes_of(module: nn.Module) -> int:
 
 def _smaller_weights(config: models.DecoderConfig, available: int) -> str:
     """Returns options of `load` with which a preset's weights need `available` bytes, as text."""
-    for form in (None, "int8", "int4:32"):
-        formats = models.blocks_in(config, form)
+    for weight_format in (None, "int8", "int4:32"):
+        formats = models.blocks_in(config, weight_format)
         if _bytes_of(models.build(config, PRESET_DTYPE, formats)) <= available:
-            return f", or dtype={PRESET_DTYPE!r}" + (f" and weights={form!r}" if form else "")
+            hint = f" and weights={weight_format!r}" if weight_format else ""
+            return f", or dtype={PRESET_DTYPE!r}" + hint
     return ""
 
 

@@ -122,12 +122,12 @@ class Source:
 
         Raises as `models.matrix_formats`.
         """
-        form = models.parse_weights(weights)
+        weight_format = models.parse_weights(weights)
         if self.directory is None:
-            return models.blocks_in(self.config, models.rounded_format(form))
+            return models.blocks_in(self.config, models.rounded_format(weight_format))
         is_quantized = models.is_quantized(self.directory)
         directory = self.checkpoint_directory if is_quantized else self.directory
-        return models.matrix_formats(directory, form, dtype, packed=packed, alike=alike)
+        return models.matrix_formats(directory, weight_format, dtype, packed=packed, alike=alike)
 
 
 def source_of(source: str | os.PathLike | Source) -> Source:

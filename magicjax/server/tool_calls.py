@@ -52,7 +52,7 @@ class ToolFormat:
 
 HERMES = ToolFormat("hermes", "arguments", "<tool_call>", "</tool_call>")
 LLAMA3 = ToolFormat("llama3", "parameters")
-FORMATS = {form.name: form for form in (HERMES, LLAMA3)}
+FORMATS = {tool_format.name: tool_format for tool_format in (HERMES, LLAMA3)}
 
 
 def detected(template: str) -> ToolFormat | None:
@@ -137,13 +137,13 @@ class Tools:
         return ' " "? '.join(map(_quoted, tokens)) + ' " "?'
 
 
-def tools_of(body: ChatBody, tokenizer: Any, form: ToolFormat | None) -> Tools | None:
+def tools_of(body: ChatBody, tokenizer: Any, tool_format: ToolFormat | None) -> Tools | None:
     """Returns the tools of a body; None: the text is content.
 
     Args:
       body: the body of a request.
       tokenizer: with a chat template.
-      form: the format of calls; None: that of the chat template.
+      tool_format: the format of calls; None: that of the chat template.
 
     Raises:
       ApiError: 400.
@@ -167,22 +167,22 @@ def tools_of(body: ChatBody, tokenizer: Any, form: ToolFormat | None) -> Tools |
             )
     if choice == "none":
         return None
-    form = form or detected(chat_template(tokenizer))
-    if form is None and not reads_variable(tokenizer, "tools"):
+    tool_format = tool_format or detected(chat_template(tokenizer))
+    if tool_format is None and not reads_variable(tokenizer, "tools"):
         _refuse(IGNORED)
-    if form is None:
+    if tool_format is None:
         _refuse(
             "tools: the chat template has no known format of calls: use a model with one, or start "
             f"the server with --tool-format {' or '.join(FORMATS)}"
         )
-    for marker in filter(None, (form.begin, form.end)):
+    for marker in filter(None, (tool_format.begin, tool_format.end)):
         if _is_special(tokenizer, marker):
             _refuse(
                 f"tools: the tokenizer omits {marker} from texts, as a special token: set its "
                 '"special" to false in tokenizer.json and tokenizer_config.json'
             )
     return Tools(
-        format=form,
+        format=tool_format,
         definitions=[_definition(tool.function) for tool in body.tools],
         functions=functions,
         required=choice != "auto",
@@ -247,12 +247,13 @@ class CallParser:
       open: whether the arguments of the last one have not ended.
     """
 
-    def __init__(self, form: ToolFormat, parallel: bool = True):
+    def __init__(self, tool_format: ToolFormat, parallel: bool = True):
         """Starts an empty text; without `parallel`, nothing follows the first call."""
         self.num_calls, self.open = 0, False
-        self._format, self._parallel = form, parallel
+        self._format, self._parallel = tool_format, parallel
         self._held, self._rest = "", ""  # space and a marker before a call; what is to be read
-        self._step: Callable[[list[Delta]], bool] = self._content if form.begin else self._header
+        first_step = self._content if tool_format.begin else self._header
+        self._step: Callable[[list[Delta]], bool] = first_step
         self._depth, self._in_string, self._escaped = 0, False, False  # of the arguments
 
     def push(self, text: str) -> list[Delta]:

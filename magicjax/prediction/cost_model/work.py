@@ -212,9 +212,9 @@ def sizes_of(
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         keys = [entry.key for entry in path]
         elements = leaf.size
-        form = module.weights.of("/".join(keys[1:]).removesuffix("/weight"))
-        if isinstance(form, str):
-            elements = FORMATS[form].elements(leaf.shape)
+        matrix_format = module.weights.of("/".join(keys[1:]).removesuffix("/weight"))
+        if isinstance(matrix_format, str):
+            elements = FORMATS[matrix_format].elements(leaf.shape)
         if keys[-1] == output:
             counted["unembedding"] += elements
             output_bytes += array_bytes(leaf.shape, leaf.dtype)

@@ -185,9 +185,9 @@ def test_a_budget_of_a_model_without_thinking_is_refused(client_of):
 @BOTH
 @pytest.mark.slow
 def test_a_grammar_constrains_the_content(kind, client_of):
-    form = {"type": "regex", "regex": "[a-z]{3}"}
+    regex = {"type": "regex", "regex": "[a-z]{3}"}
     client = client_of(kind)
-    options = dict(seed=1, extra_body={"response_format": form})  # of equally likely letters
+    options = dict(seed=1, extra_body={"response_format": regex})  # of equally likely letters
     (choice,) = chat(client, **options).choices
     assert re.fullmatch("[a-z]{3}", choice.message.content) and choice.finish_reason == "stop"
     assert reasoning_of(choice.message) == ANALYSIS
@@ -197,8 +197,8 @@ def test_a_grammar_constrains_the_content(kind, client_of):
 
 
 def test_a_grammar_constrains_all_text_without_thinking(client_of):
-    form = {"type": "regex", "regex": "[a-z]{3}"}
+    regex = {"type": "regex", "regex": "[a-z]{3}"}
     off = {"chat_template_kwargs": {"enable_thinking": False}}
-    (choice,) = chat(client_of("thinking"), extra_body=off | {"response_format": form}).choices
+    (choice,) = chat(client_of("thinking"), extra_body=off | {"response_format": regex}).choices
     assert re.fullmatch("[a-z]{3}", choice.message.content)
     assert reasoning_of(choice.message) is None

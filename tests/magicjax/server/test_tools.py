@@ -205,10 +205,10 @@ def test_auto_text_is_content_or_calls(client):
 
 def test_content_beside_calls_matches_the_response_format(client, target):
     schema = {"name": "light", "schema": SWITCH}
-    form = dict(response_format={"type": "json_schema", "json_schema": schema})
+    response_options = dict(response_format={"type": "json_schema", "json_schema": schema})
     marker = target.tokenizer.convert_tokens_to_ids("<tool_call>")
     for bias in (-100, 100):
-        options = dict(logit_bias={marker: bias}, temperature=1, seed=1, **form)
+        options = dict(logit_bias={marker: bias}, temperature=1, seed=1, **response_options)
         options |= dict(parallel_tool_calls=False)
         message = chat(client, **options).choices[0].message
         assert bool(message.tool_calls) == (message.content is None) == (bias > 0)
@@ -219,7 +219,8 @@ def test_content_beside_calls_matches_the_response_format(client, target):
         deltas = [chunk.choices[0].delta for chunk in chat(client, stream=True, **options)]
         assert "".join(delta.content or "" for delta in deltas) == (message.content or "")
         assert any(delta.tool_calls for delta in deltas) == (bias > 0)
-    (call,) = chat(client, tool_choice=named("turn-light"), **form).choices[0].message.tool_calls
+    message = chat(client, tool_choice=named("turn-light"), **response_options).choices[0].message
+    (call,) = message.tool_calls
     check_call(call)
 
 
@@ -272,8 +273,8 @@ def test_the_format_of_llama_3(target):
 # Texts without a model.
 
 
-def parse(pieces, form, complete=True, parallel=True) -> dict:
-    parser = CallParser(form, parallel)
+def parse(pieces, tool_format, complete=True, parallel=True) -> dict:
+    parser = CallParser(tool_format, parallel)
     deltas = [delta for piece in pieces for delta in parser.push(piece)]
     found = tool_calls.message(deltas + parser.finish(complete))
     calls = [call["function"] for call in found.get("tool_calls", ())]
@@ -321,12 +322,12 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_texts_are_split_the_same_however_they_arrive(name):
-    form, text, content, calls = CASES[name]
-    assert parse([text], form) == (content, calls)
-    assert parse(text, form) == (content, calls)
+    tool_format, text, content, calls = CASES[name]
+    assert parse([text], tool_format) == (content, calls)
+    assert parse(text, tool_format) == (content, calls)
     for cut in range(len(text)):
-        assert parse([text[:cut], text[cut:]], form) == (content, calls)
-        partial, some = parse([text[:cut]], form, complete=False)
+        assert parse([text[:cut], text[cut:]], tool_format) == (content, calls)
+        partial, some = parse([text[:cut]], tool_format, complete=False)
         assert (content or "").startswith(partial or "")
         names, found = [name for name, _ in calls], [name for name, _ in some]
         assert names[: len(found)] == found
@@ -338,19 +339,19 @@ def test_texts_are_split_the_same_however_they_arrive(name):
 @settings(max_examples=200)
 def test_any_text_is_split_the_same_in_pieces(parts):
     text = "".join(parts)
-    for form in (HERMES, LLAMA3):
-        assert parse(parts, form) == parse([text], form) == parse(text, form)
+    for tool_format in (HERMES, LLAMA3):
+        assert parse(parts, tool_format) == parse([text], tool_format) == parse(text, tool_format)
 
 
 NAMES = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
 CONTENTS = {"switch": SWITCH, "city": CITY, "name": NAMES | {"additionalProperties": False}}
 
 
-@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("tool_format", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("name", CONTENTS)
-def test_a_text_is_content_of_the_grammar_or_calls(form, name):
+def test_a_text_is_content_of_the_grammar_or_calls(tool_format, name):
     functions = [Function(name="f", parameters=SWITCH), Function(name="g", parameters=CITY)]
-    tools = Tools(form, [], functions, required=False, parallel=True)
+    tools = Tools(tool_format, [], functions, required=False, parallel=True)
     content = Grammar.json_schema(CONTENTS[name])
     required = dataclasses.replace(tools, required=True)
     assert required.grammar(content) == required.grammar()
@@ -360,8 +361,8 @@ def test_a_text_is_content_of_the_grammar_or_calls(form, name):
             assert accepts(both, text)
     for text in ('{"name": "f"}', '{"name":"f"}', '{"name": "fg"}', '{"name": "h"}', '{"on": 1}'):
         assert accepts(both, text) == accepts(content, text)
-    header = f'{{"name": "f", "{form.field}": '
-    for text in ("Hi.", f"Hi.{form.begin}", header, f'{header}{{"city": "Rome"}}}}'):
+    header = f'{{"name": "f", "{tool_format.field}": '
+    for text in ("Hi.", f"Hi.{tool_format.begin}", header, f'{header}{{"city": "Rome"}}}}'):
         assert not accepts(both, text)
 
 
@@ -394,26 +395,26 @@ def test_the_last_chunk_of_a_stream_has_the_reason_only():
     assert [chunk["finish_reason"] for chunk in chunks] == [None, None, "stop"]
 
 
-def call_of(form, name="f", arguments='{"on": true}') -> str:
-    call = f'{{"name": "{name}", "{form.field}": {arguments}}}'
-    return f"{form.begin}\n{call}\n{form.end}" if form.begin else call
+def call_of(tool_format, name="f", arguments='{"on": true}') -> str:
+    call = f'{{"name": "{name}", "{tool_format.field}": {arguments}}}'
+    return f"{tool_format.begin}\n{call}\n{tool_format.end}" if tool_format.begin else call
 
 
-@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-def test_grammars_have_calls_that_are_valid_and_other_text(form):
+@pytest.mark.parametrize("tool_format", FORMATS.values(), ids=FORMATS)
+def test_grammars_have_calls_that_are_valid_and_other_text(tool_format):
     functions = [Function(name="f", parameters=SWITCH), Function(name="g-1")]
-    call, other = call_of(form), call_of(form, "g-1", "{}")
+    call, other = call_of(tool_format), call_of(tool_format, "g-1", "{}")
     wrong = [
-        call_of(form, "h"),
-        call_of(form, "g-1"),
-        call_of(form, "f", "{}"),
-        call_of(form, "f", '{"on": 1}'),
+        call_of(tool_format, "h"),
+        call_of(tool_format, "g-1"),
+        call_of(tool_format, "f", "{}"),
+        call_of(tool_format, "f", '{"on": 1}'),
     ]
     texts = ["", "Hi", "a <b> [] é\n", "\n\n<think>\n{}</think>"]
     for parallel in (False, True):
-        both = parallel and bool(form.end)
-        auto = Tools(form, [], functions, required=False, parallel=both).grammar()
-        required = Tools(form, [], functions, required=True, parallel=both).grammar()
+        both = parallel and bool(tool_format.end)
+        auto = Tools(tool_format, [], functions, required=False, parallel=both).grammar()
+        required = Tools(tool_format, [], functions, required=True, parallel=both).grammar()
         for text in (call, other):
             assert accepts(required, text) and accepts(auto, text)
         for text in texts:
@@ -422,9 +423,9 @@ def test_grammars_have_calls_that_are_valid_and_other_text(form):
             assert not accepts(required, text) and not accepts(auto, text)
         several = "\n".join([call, other, call])
         assert accepts(required, several) == both == accepts(auto, several)
-        assert not form.begin or accepts(auto, f"Hi <tool_cal\n{call}")
-        assert not accepts(auto, form.begin + "{") and not accepts(
-            auto, f"{form.begin}\n{wrong[0]}"
+        assert not tool_format.begin or accepts(auto, f"Hi <tool_cal\n{call}")
+        assert not accepts(auto, tool_format.begin + "{") and not accepts(
+            auto, f"{tool_format.begin}\n{wrong[0]}"
         )
 
 
@@ -457,14 +458,14 @@ CONFIG = magicjax.EngineConfig(
 )
 
 
-def tools_of(tokenizer, form=None, tools=TOOLS, **fields) -> Tools | None:
+def tools_of(tokenizer, tool_format=None, tools=TOOLS, **fields) -> Tools | None:
     body = bodies.parse_chat(dict(messages=[USER], tools=tools, **fields))
-    return tool_calls.tools_of(body, tokenizer, form)
+    return tool_calls.tools_of(body, tokenizer, tool_format)
 
 
-def request(target, config=CONFIG, form=None, **fields) -> protocol.Generation:
+def request(target, config=CONFIG, tool_format=None, **fields) -> protocol.Generation:
     data = json.dumps(dict(messages=[USER], tools=TOOLS) | fields).encode()
-    return protocol.parse_chat(data, Served("tiny", target, config, form))
+    return protocol.parse_chat(data, Served("tiny", target, config, tool_format))
 
 
 def refusal(target, **fields) -> ApiError:
@@ -588,10 +589,10 @@ def test_formats_are_those_of_templates_or_of_the_option(target, tokenizer):
     assert tool_calls.detected("<tool_call>\n<function={{ name }}>") is None
     plain = with_template(target, TEMPLATE.replace("{{ BEGIN }}", ""))
     assert "the server with --tool-format hermes or llama3" in refusal(plain).message
-    assert request(plain, form=LLAMA3).tools.format is LLAMA3
+    assert request(plain, tool_format=LLAMA3).tools.format is LLAMA3
     ignoring = with_template(target, serving.TEMPLATE)
-    for form in (HERMES, None):
-        error = refusal(ignoring, form=form)
+    for tool_format in (HERMES, None):
+        error = refusal(ignoring, tool_format=tool_format)
         assert (error.param, error.message) == ("tools", tool_calls.IGNORED)
 
 
