@@ -170,8 +170,9 @@ def _chosen(source: str, wanted: str, files: Sequence[str], is_cached: bool) -> 
     if wanted.lower().endswith(".gguf"):
         ggufs = [file for file in files if file == wanted]
     else:
-        part = re.compile(rf"(^|[-./]){re.escape(wanted)}[-./]", re.IGNORECASE)
-        ggufs = [file for file in files if part.search(file) and "mmproj" not in file]  # of images
+        pattern = re.compile(rf"(^|[-./]){re.escape(wanted)}[-./]", re.IGNORECASE)
+        # Files with mmproj in their names encode images.
+        ggufs = [file for file in files if pattern.search(file) and "mmproj" not in file]
     if ggufs and all(GGUF_PART.search(file) for file in ggufs):
         raise ValueError(
             f"{source} is in several parts, {ggufs[0]} and others, and a single file is needed: "

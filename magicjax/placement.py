@@ -91,15 +91,17 @@ def split_of(config: models.DecoderConfig, shards: int | None, mesh: AnyMesh) ->
     if delta_net is not None:  # of which value heads are a multiple
         sizes["key heads of gated delta nets"] = delta_net.key_heads
     split = split_over(mesh, c.num_kv_heads, sizes | {"tokens": c.vocab_size}, shards)
-    full_kv_heads, parts = getattr(c, "full_kv_heads", None), split.shards
+    full_kv_heads = getattr(c, "full_kv_heads", None)
     # The heads of both kinds of layers have one division, so none are replicated.
-    if full_kv_heads is not None and (full_kv_heads % parts or split.kv_shards < parts):
+    if full_kv_heads is not None and (
+        full_kv_heads % split.shards or split.kv_shards < split.shards
+    ):
         common = math.gcd(c.num_kv_heads, full_kv_heads)
         valid = [n for n in range(1, common + 1) if common % n == 0]
         raise ValueError(
-            f"model={parts} does not divide the {c.num_kv_heads} KV heads of the layers with a "
-            f"window and the {full_kv_heads} of those without (family {c.family!r}): use one of "
-            f"{', '.join(map(str, valid))}"
+            f"model={split.shards} does not divide the {c.num_kv_heads} KV heads of the layers "
+            f"with a window and the {full_kv_heads} of those without (family {c.family!r}): "
+            f"use one of {', '.join(map(str, valid))}"
         )
     draft_vocab_size = getattr(c, "draft_vocab_size", None)
     if split.shards > 1 and draft_vocab_size is not None:
@@ -321,8 +323,8 @@ def _global_shape(local: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.S
 
 
 def _mapped(function: Callable, mesh: AnyMesh, arguments: tuple) -> Callable:
-    def run_local(*parts):
-        return function(*(_local_models(part, mesh) for part in parts))
+    def run_local(*local_arguments):
+        return function(*(_local_models(x, mesh) for x in local_arguments))
 
     specs = _specs(arguments)
     return functools.partial(jax.shard_map, run_local, mesh=mesh, in_specs=specs, check_vma=False)

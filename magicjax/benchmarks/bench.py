@@ -219,7 +219,7 @@ def _loops(
     target_s = times.passes[1]
     yield {"part": "plain loop", "round ms": 1e3 * plain_round}
     for (budget, gamma), draft in sorted(times.drafts.items()):
-        parts = gamma * draft + times.passes[gamma + 1]
+        predicted_s = gamma * draft + times.passes[gamma + 1]
         for rate in rates:
             drafter = synthetic_draft(setup, batch, context, budget, rate)
             run = run_loop(setup, batch, context, drafter, chain(gamma))
@@ -233,7 +233,7 @@ def _loops(
                 "speedup": plain.seconds / run.seconds,
                 # A batch ends with its slowest row; this speedup ignores that.
                 "speedup per round": run.tau * plain_round / seconds,
-                "predicted speedup": expected_tokens(chain(gamma), [rate]) * target_s / parts,
+                "predicted speedup": expected_tokens(chain(gamma), [rate]) * target_s / predicted_s,
             }
 
 

@@ -70,15 +70,15 @@ def prefill_cache(
     def run_chunk(i, carry):
         cache, last, stats = carry
         start = first + i * chunk
-        part = jax.lax.dynamic_slice(tokens, (0, start), (batch, chunk))
+        chunk_tokens = jax.lax.dynamic_slice(tokens, (0, start), (batch, chunk))
         positions = jnp.minimum(start + jnp.arange(chunk), config.max_positions - 1)
         cache = cache.replace(lengths=jnp.minimum(start, lengths))
-        positions = jnp.broadcast_to(positions, part.shape)
+        positions = jnp.broadcast_to(positions, chunk_tokens.shape)
         new = jnp.clip(lengths - start, 0, chunk)
         attend = AttendTo(
             cache, triangle, settings.backend, keep_queries, chain=new, positions=positions
         )
-        hidden, aux, inputs = model(part, positions, attend, stats_spec.layer_inputs)
+        hidden, aux, inputs = model(chunk_tokens, positions, attend, stats_spec.layer_inputs)
         keys_values, queries = zip(*aux, strict=True)
         slot = start + full_cache.zero_after(hidden[:1, 0].argmax(-1)[0])
         count = jnp.clip(lengths - slot, 0, chunk)

@@ -176,26 +176,26 @@ def run_chain(
     mixed: Any = sum(both[:, i : i + length] * w for i, w in enumerate(kernel))
     q, k, v = inputs.heads(mixed)
     size = min(length, CHUNK)
-    parts = -(-length // size)
+    num_chunks = -(-length // size)
     triangle = jnp.tril(jnp.ones((1, size, size), bool))
     strict = jnp.tril(triangle, -1)
 
     def divide(x):
-        x = jnp.pad(x, [(0, 0), (0, parts * size - length), *[(0, 0)] * (x.ndim - 2)])
-        return x.reshape(batch, parts, size, *x.shape[2:]).swapaxes(0, 1)
+        x = jnp.pad(x, [(0, 0), (0, num_chunks * size - length), *[(0, 0)] * (x.ndim - 2)])
+        return x.reshape(batch, num_chunks, size, *x.shape[2:]).swapaxes(0, 1)
 
     def join(x):
-        return x.swapaxes(0, 1).reshape(batch, parts * size, *x.shape[3:])[:, :length]
+        return x.swapaxes(0, 1).reshape(batch, num_chunks * size, *x.shape[3:])[:, :length]
 
-    def run_part(s, part):
-        q, k, v, beta, log_decay = part
+    def run_chunk(s, chunk):
+        q, k, v, beta, log_decay = chunk
         decays = _Decays.between(triangle, log_decay, strict)
         for_k, for_q = _from_state((k, q), s, decays)
         d = _solve(k, v - for_k, beta, decays, strict)
         out = for_q + _from_nodes(q, k, d, decays, triangle)
         return _advance(s, k, d, log_decay), out
 
-    s, out = jax.lax.scan(run_part, state.s, tuple(map(divide, (q, k, v, beta, log_decay))))
+    s, out = jax.lax.scan(run_chunk, state.s, tuple(map(divide, (q, k, v, beta, log_decay))))
     return join(out), LayerState(s, newest)
 
 
@@ -330,7 +330,7 @@ def _from_state(
     every = jnp.repeat(every, s.shape[1] // every.shape[2], 2)
     out = _einsum("bthd,bhdv->bthv", every, s[: len(every)])
     decay = jnp.exp(decays.from_state)[..., None]
-    return [part * decay for part in jnp.split(out, len(queries), 1)]
+    return [values * decay for values in jnp.split(out, len(queries), 1)]
 
 
 def _solve(

@@ -201,8 +201,8 @@ async def _body(request: Request, config: ServerConfig) -> bytes:
     data = bytearray()
     try:
         async with asyncio.timeout(config.body_s):
-            async for part in request.stream():
-                data += part
+            async for chunk in request.stream():
+                data += chunk
                 if len(data) > limit:
                     raise too_large
     except TimeoutError:

@@ -233,8 +233,8 @@ class Message(_Object):
 
     @property
     def text(self) -> str:
-        parts = self.content or ""
-        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        content = self.content or ""
+        return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class ChatBody(_Body):
@@ -348,16 +348,16 @@ def _steps(location: Sequence[str | int], kind: Any, value: Any) -> list[_Step]:
     A location also has the names of the types of a union, which are no fields.
     """
     steps, path, known = list[_Step](), "", _fields_of(kind)
-    for part in location:
-        if isinstance(part, int):
-            path, value = f"{path}[{part}]", value[part]
+    for key in location:
+        if isinstance(key, int):
+            path, value = f"{path}[{key}]", value[key]
             if known and not isinstance(value, dict):  # of a list of objects
                 steps.append(_Step(path, "", value, {"": FieldInfo(description="an object")}))
-        elif isinstance(value, dict) and (part in known or part in value):
-            path, value = f"{path}.{part}" if path else part, value.get(part, _MISSING)
-            field = known.get(part)
+        elif isinstance(value, dict) and (key in known or key in value):
+            path, value = f"{path}.{key}" if path else key, value.get(key, _MISSING)
+            field = known.get(key)
             if field is None or field.description:
-                steps.append(_Step(path, part, value, known))
+                steps.append(_Step(path, key, value, known))
             if not (known := {} if field is None else _fields_of(field.annotation)):
                 break
     return steps

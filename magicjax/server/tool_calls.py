@@ -329,14 +329,16 @@ class CallParser:
             while text[position : position + 1] in SPACES:
                 position += 1
             if isinstance(piece, str):
-                matches, part = text.startswith(piece, position), piece.startswith(text[position:])
+                matches = text.startswith(piece, position)
+                is_incomplete = piece.startswith(text[position:])
                 end = position + len(piece)
             else:
                 match = piece.match(text, position)
-                matches, part = match is not None, text[position : position + 1] in ("", '"')
+                matches = match is not None
+                is_incomplete = text[position : position + 1] in ("", '"')
                 name, end = (match[0], match.end()) if match else ("", position)
             if not matches:
-                return None, None if part else 0
+                return None, None if is_incomplete else 0
             position = end
         called = _json(name)
         return called or None, position - 1

@@ -127,9 +127,9 @@ def _activations(model: Model, request: Request, tokens: int, logits: int) -> in
     new = sum(model.slot_bytes(layer) for layer in layers) // split.kv_shards
     new += item * c.num_layers * (c.layer_input_size or 0)
     if model.layout.stages > 1:  # of a stage, for all rows and one more micro-batch
-        parts = model.layout.micro_batches
-        new = new * (parts + 1) // (parts * model.layout.stages)
-        hidden, mlp, attention = (x // parts for x in (hidden, mlp, attention))
-        hidden += c.hidden_size * item * (parts + 1) // parts
+        micro_batches = model.layout.micro_batches
+        new = new * (micro_batches + 1) // (micro_batches * model.layout.stages)
+        hidden, mlp, attention = (x // micro_batches for x in (hidden, mlp, attention))
+        hidden += c.hidden_size * item * (micro_batches + 1) // micro_batches
     logit_bytes = 2 * FLOAT32 * local_rows(request) * logits * c.vocab_size // split.shards
     return tokens * (hidden + max(mlp, attention) + new) + logit_bytes

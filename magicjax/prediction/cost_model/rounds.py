@@ -106,14 +106,14 @@ def seconds(parts: Mapping[str, Work], device: Device) -> dict[str, float]:
     the time by which its copy takes longer than the computation.
     """
     times = {
-        name: max(part.bytes / device.reached_bandwidth, part.flops / device.reached_matrix_rate)
-        + part.messages * device.collective_seconds
-        + part.sent / device.reached_link
-        + part.layers * device.layer_seconds
-        for name, part in parts.items()
+        name: max(work.bytes / device.reached_bandwidth, work.flops / device.reached_matrix_rate)
+        + work.messages * device.collective_seconds
+        + work.sent / device.reached_link
+        + work.layers * device.layer_seconds
+        for name, work in parts.items()
     }
     if HOST in parts:
-        layers = sum(part.layers for part in parts.values())
+        layers = sum(work.layers for work in parts.values())
         fetching = parts[HOST].fetched / device.reached_host_link / layers
         computing = sum(times[name] for name in BLOCKS) / layers if device.overlaps_fetch else 0.0
         times[HOST] = fetching + (layers - 1) * max(0.0, fetching - computing)
