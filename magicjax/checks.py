@@ -40,7 +40,7 @@ class OptionTypeError(OptionError, TypeError):
 def check_number(
     name: str,
     value: Any,
-    kind: type = int,
+    number_type: type = int,
     *,
     ge: float | None = None,
     gt: float | None = None,
@@ -53,20 +53,20 @@ def check_number(
     Args:
       name: the name of the argument or setting.
       value: the number.
-      kind: int, or float for all real numbers that float32 has.
+      number_type: int, or float for all real numbers that float32 has.
       ge, gt, le: the smallest value, one that all values are above, and the largest; None for none.
       hint: what a value does, or which to pass instead; ends the message.
       option: the beginning of the message, with `{}` for the option.
     """
-    wanted = f"{option}: it must be {describe_number(kind, ge=ge, gt=gt, le=le)}"
+    wanted = f"{option}: it must be {describe_number(number_type, ge=ge, gt=gt, le=le)}"
     wanted += hint and f"; {hint}"
-    types: Any = (int, np.integer) if kind is int else numbers.Real
+    types: Any = (int, np.integer) if number_type is int else numbers.Real
     if not isinstance(value, types) or isinstance(value, bool | np.bool_):
         raise OptionTypeError(wanted, name, value)
     ranges = ge is None or value >= ge, gt is None or value > gt, le is None or value <= le
     if not all(ranges):
         raise OptionError(wanted, name, value)
-    if kind is float and value != 0 and not TINY <= abs(value) <= LARGEST:
+    if number_type is float and value != 0 and not TINY <= abs(value) <= LARGEST:
         wanted = f"{option}: its magnitude must be from {TINY:.1e} to {LARGEST:.1e}, as in float32"
         raise OptionError(wanted, name, value)
 
@@ -77,14 +77,14 @@ def counted(number: int, noun: str) -> str:
 
 
 def describe_number(
-    kind: type = int,
+    number_type: type = int,
     *,
     ge: float | None = None,
     gt: float | None = None,
     le: float | None = None,
 ) -> str:
     """Returns the numbers of a type and a range in words, such as "an integer from 0 to 20"."""
-    noun = "an integer" if kind is int else "a number"
+    noun = "an integer" if number_type is int else "a number"
     if ge is not None and le is not None:
         return f"{noun} from {ge} to {le}"
     least = f" of at least {ge}" if ge is not None else f" above {gt}" if gt is not None else ""

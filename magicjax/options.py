@@ -59,7 +59,7 @@ class Option(NamedTuple):
         """The types that can be written as text."""
         known = (int, float, str, bool)
         members = _members(self.annotation)
-        return [kind for kind in members if kind in known or typing.get_origin(kind) is Literal]
+        return [each for each in members if each in known or typing.get_origin(each) is Literal]
 
     @property
     def checkable(self) -> bool:
@@ -77,12 +77,12 @@ class Option(NamedTuple):
     def values(self) -> str:
         """Its values in words, except for None."""
         return " or ".join(
-            " or ".join(map(str, typing.get_args(kind)))
-            if typing.get_origin(kind) is Literal
-            else describe_number(kind, **self.limits)
-            if kind in (int, float)
-            else {str: "a text", bool: "true or false"}[kind]
-            for kind in self.kinds
+            " or ".join(map(str, typing.get_args(option_type)))
+            if typing.get_origin(option_type) is Literal
+            else describe_number(option_type, **self.limits)
+            if option_type in (int, float)
+            else {str: "a text", bool: "true or false"}[option_type]
+            for option_type in self.kinds
         )
 
 
@@ -113,21 +113,21 @@ def setting(default: Any, help: str, **declared: Any) -> Any:
     return dataclasses.field(default=default, metadata={"help": help} | declared)
 
 
-def documented[Kind: type](kind: Kind) -> Kind:
+def documented[Cls: type](cls: Cls) -> Cls:
     """Returns a dataclass with the help and limits of its settings in its docstring."""
     lines = []
-    for name, known in options_of(kind).items():
+    for name, known in options_of(cls).items():
         text = f"{name}: {known.help}{f' ({known.values})' if known.limits else ''}."
         lines.append(textwrap.fill(text, 98, initial_indent="  ", subsequent_indent="    "))
     attributes = "\n".join(["Attributes:", *lines])
-    kind.__doc__ = inspect.cleandoc(kind.__doc__ or "").replace("{attributes}", attributes)
-    return kind
+    cls.__doc__ = inspect.cleandoc(cls.__doc__ or "").replace("{attributes}", attributes)
+    return cls
 
 
-def options_of(kind: type) -> dict[str, Option]:
+def options_of(cls: type) -> dict[str, Option]:
     """Returns the options that a class declares, by name, in order."""
-    declared = [field for field in dataclasses.fields(kind) if "help" in field.metadata]
-    hints = _hints(kind) if declared else {}
+    declared = [field for field in dataclasses.fields(cls) if "help" in field.metadata]
+    hints = _hints(cls) if declared else {}
     return {
         field.name: Option(field.name, hints[field.name], field.default, **_declared(field))
         for field in declared
@@ -138,12 +138,12 @@ def _declared(field: dataclasses.Field) -> dict[str, Any]:
     return {name: field.metadata[name] for name in Option._fields if name in field.metadata}
 
 
-def fields_of(kind: type, owner: str = "") -> dict[str, Option]:
+def fields_of(cls: type, owner: str = "") -> dict[str, Option]:
     """Returns all fields of a dataclass, such as a policy's, as options of `owner`."""
-    hints = _hints(kind)
+    hints = _hints(cls)
     return {
         field.name: Option(field.name, hints[field.name], field.default, owner=owner)
-        for field in dataclasses.fields(kind)
+        for field in dataclasses.fields(cls)
     }
 
 
@@ -163,20 +163,20 @@ def check_options(owner: Any, declared: Iterable[Option]) -> None:
             object.__setattr__(owner, known.name, value)
         if value is known.default or not known.checkable:
             continue
-        if not any(_is_a(value, kind) for kind in _members(known.annotation)):
+        if not any(_is_instance(value, option_type) for option_type in _members(known.annotation)):
             wanted = known.values + (known.hint and f"; {known.hint}")
             raise OptionTypeError(f"{{}}: it must be {wanted}", known.name, value)
-        if _is_a(value, float):
-            kind = int if int in known.kinds else float
-            check_number(known.name, value, kind, **known.limits, hint=known.hint)
+        if _is_instance(value, float):
+            option_type = int if int in known.kinds else float
+            check_number(known.name, value, option_type, **known.limits, hint=known.hint)
 
 
-def _is_a(value: Any, kind: Any) -> bool:
-    if typing.get_origin(kind) is Literal:
-        return value in typing.get_args(kind)
-    if kind is float:
-        kind = int | float
-    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+def _is_instance(value: Any, option_type: Any) -> bool:
+    if typing.get_origin(option_type) is Literal:
+        return value in typing.get_args(option_type)
+    if option_type is float:
+        option_type = int | float
+    return isinstance(value, option_type) and (option_type is bool or not isinstance(value, bool))
 
 
 def parse(known: Option, text: str) -> Any:
@@ -185,16 +185,16 @@ def parse(known: Option, text: str) -> Any:
     Raises:
       ValueError: the text is not a value of the option's type.
     """
-    for kind in known.kinds:
-        if typing.get_origin(kind) is Literal:
-            values = {str(value): value for value in typing.get_args(kind)}
+    for option_type in known.kinds:
+        if typing.get_origin(option_type) is Literal:
+            values = {str(value): value for value in typing.get_args(option_type)}
             if text in values:
                 return values[text]
-        elif kind is bool and text.lower() in ("true", "false"):
+        elif option_type is bool and text.lower() in ("true", "false"):
             return text.lower() == "true"
-        elif kind in (int, float, str):
+        elif option_type in (int, float, str):
             try:
-                return kind(text)
+                return option_type(text)
             except ValueError:
                 continue
     raise ValueError(f"{known.name}={text!r}: it must be {known.values}")

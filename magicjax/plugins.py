@@ -49,11 +49,11 @@ def _imported(name: str) -> Any:
     return getattr(imported, attribute)
 
 
-def name_of(kind: type, known: Mapping[str, Any], group: str) -> str:
+def name_of(cls: type, known: Mapping[str, Any], group: str) -> str:
     """Returns the name of a class; its import path if it has no other."""
     for name, each in known.items():
-        if each is kind:
+        if each is cls:
             return name  # before the metadata of all packages is read, which takes milliseconds
-    value = f"{kind.__module__}:{kind.__qualname__}"
+    value = f"{cls.__module__}:{cls.__qualname__}"
     points = {point.value: point.name for point in installed(group).values()}
     return points.get(value, value.replace(":", "."))

@@ -61,8 +61,8 @@ def _plain(name: str) -> str:
 def explain_unknown[Call: Callable](call: Call) -> Call:
     """Returns a public function or class whose error for an unknown keyword names the remedy."""
     if isinstance(call, type):
-        kind: Any = call
-        kind.__init__ = explain_unknown(kind.__init__)
+        cls: Any = call
+        cls.__init__ = explain_unknown(cls.__init__)
         return call
     name = f"magicjax.{call.__qualname__}".removesuffix(".__init__")
     known = _arguments[name] = tuple(inspect.signature(call).parameters)

@@ -179,9 +179,9 @@ def collectives(text: str, group: int | None = None) -> list[Collective]:
         for line in bodies[name]:
             match = COLLECTIVE.search(line)
             if match:
-                kind = match[1], group is not None and _goes_between(line, group)
-                total[*kind, "count"] += 1
-                total[*kind, "bytes"] += _result_bytes(line[: match.start()], match[0])
+                key = match[1], group is not None and _goes_between(line, group)
+                total[*key, "count"] += 1
+                total[*key, "bytes"] += _result_bytes(line[: match.start()], match[0])
                 continue
             trips = TRIPS.search(line)
             times = int(trips[1]) if trips else 1

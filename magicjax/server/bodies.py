@@ -283,15 +283,15 @@ def parse_chat(value: Any) -> ChatBody:
     return _parse(ChatBody, value, NEUTRAL_CHAT)
 
 
-def _parse(kind: Any, value: Any, neutral: dict[str, tuple[Any, ...]]) -> Any:
+def _parse(body_class: Any, value: Any, neutral: dict[str, tuple[Any, ...]]) -> Any:
     if not isinstance(value, dict):
         raise ApiError(400, "the body must be a JSON object")
     fields = _without_neutral(value, neutral, "")
     fields = {name: field for name, field in fields.items() if name not in WITHOUT_EFFECT}
     try:
-        return kind.model_validate(fields)
+        return body_class.model_validate(fields)
     except pydantic.ValidationError as error:
-        raise _as_api_error(error, kind, fields) from None
+        raise _as_api_error(error, body_class, fields) from None
 
 
 def _without_neutral(
@@ -329,10 +329,12 @@ class _Step(NamedTuple):
     known: Mapping[str, FieldInfo]
 
 
-def _as_api_error(error: pydantic.ValidationError, kind: Any, body: dict[str, Any]) -> ApiError:
+def _as_api_error(
+    error: pydantic.ValidationError, body_class: Any, body: dict[str, Any]
+) -> ApiError:
     """Returns the error of the innermost field, of several the first one."""
     errors = error.errors(include_url=False, include_context=False, include_input=False)
-    steps = max((_steps(each["loc"], kind, body) for each in errors), key=len)
+    steps = max((_steps(each["loc"], body_class, body) for each in errors), key=len)
     (path, name, value, known), param = steps[-1], steps[0].name[:SHOWN]
     if name not in known:
         hint = did_you_mean(name, known) or f"; supported are {', '.join(known)}"
@@ -342,12 +344,12 @@ def _as_api_error(error: pydantic.ValidationError, kind: Any, body: dict[str, An
     return ApiError(400, f"{wrong}: it must be {known[name].description}", param=param)
 
 
-def _steps(location: Sequence[str | int], kind: Any, value: Any) -> list[_Step]:
+def _steps(location: Sequence[str | int], body_class: Any, value: Any) -> list[_Step]:
     """Returns the fields on the way to the location of an error that have a description.
 
     A location also has the names of the types of a union, which are no fields.
     """
-    steps, path, known = list[_Step](), "", _fields_of(kind)
+    steps, path, known = list[_Step](), "", _fields_of(body_class)
     for key in location:
         if isinstance(key, int):
             path, value = f"{path}[{key}]", value[key]
@@ -363,9 +365,9 @@ def _steps(location: Sequence[str | int], kind: Any, value: Any) -> list[_Step]:
     return steps
 
 
-def _fields_of(kind: Any) -> dict[str, FieldInfo]:
+def _fields_of(annotation: Any) -> dict[str, FieldInfo]:
     """Returns the fields of the objects that a type allows, by their names in bodies."""
-    if isinstance(kind, type) and issubclass(kind, _Object):
-        return {field.alias or name: field for name, field in kind.model_fields.items()}
-    inner = map(_fields_of, typing.get_args(kind))
+    if isinstance(annotation, type) and issubclass(annotation, _Object):
+        return {field.alias or name: field for name, field in annotation.model_fields.items()}
+    inner = map(_fields_of, typing.get_args(annotation))
     return {name: field for fields in inner for name, field in fields.items()}

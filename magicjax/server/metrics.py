@@ -81,8 +81,8 @@ class _OfEngine(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        for kind, name, text, labels, values in _measured(self._worker):
-            family = kind(f"magicjax_{name}", text, labels=("model", *labels))
+        for metric_class, name, text, labels, values in _measured(self._worker):
+            family = metric_class(f"magicjax_{name}", text, labels=("model", *labels))
             for label_values, value in values.items():
                 family.add_metric((self._model, *label_values), value)
             yield family
@@ -112,9 +112,9 @@ def _measured(worker: Worker) -> Iterator[tuple]:
         "probe_rounds": ("Rounds of the batch that probed a drafter", stats.probe_rounds),
         "host_seconds": ("Seconds of scheduling and detokenization", stats.host_s),
     }
-    for kind, described in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+    for metric_class, described in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
         for name, (text, value) in described.items():
-            yield kind, name, text, (), {(): value}
+            yield metric_class, name, text, (), {(): value}
     finished = {(reason,): count for reason, count in stats.finished.items()}
     text = "Finished requests by reason"
     yield CounterMetricFamily, "requests_finished", text, ("reason",), finished

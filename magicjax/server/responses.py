@@ -150,12 +150,12 @@ def _rows(tokens: Sequence[int], logprobs: LogProbs) -> Any:
 def envelope(generation: Generation) -> dict[str, Any]:
     """Returns what an answer, and every chunk of a stream, begins with."""
     if not generation.chat:
-        kind, prefix = "text_completion", "cmpl"
+        object_type, prefix = "text_completion", "cmpl"
     else:
-        kind, prefix = "chat.completion" + ".chunk" * generation.stream, "chatcmpl"
+        object_type, prefix = "chat.completion" + ".chunk" * generation.stream, "chatcmpl"
     identifier = f"{prefix}-{uuid.uuid4().hex}"
     model = generation.served.name
-    return dict(id=identifier, object=kind, created=int(time.time()), model=model)
+    return dict(id=identifier, object=object_type, created=int(time.time()), model=model)
 
 
 def usage(results: Sequence[Result], n: int) -> dict[str, Any]:
