@@ -116,8 +116,8 @@ def setting(default: Any, help: str, **declared: Any) -> Any:
 def documented[Cls: type](cls: Cls) -> Cls:
     """Returns a dataclass with the help and limits of its settings in its docstring."""
     lines = []
-    for name, known in options_of(cls).items():
-        text = f"{name}: {known.help}{f' ({known.values})' if known.limits else ''}."
+    for name, option in options_of(cls).items():
+        text = f"{name}: {option.help}{f' ({option.values})' if option.limits else ''}."
         lines.append(textwrap.fill(text, 98, initial_indent="  ", subsequent_indent="    "))
     attributes = "\n".join(["Attributes:", *lines])
     cls.__doc__ = inspect.cleandoc(cls.__doc__ or "").replace("{attributes}", attributes)
@@ -147,7 +147,7 @@ def fields_of(cls: type, owner: str = "") -> dict[str, Option]:
     }
 
 
-def check_options(owner: Any, declared: Iterable[Option]) -> None:
+def check_options(owner: Any, options: Iterable[Option]) -> None:
     """Checks the values of an object's options, and replaces NumPy's scalars by Python's.
 
     Options of other types than those that a text can have are not checked.
@@ -156,19 +156,19 @@ def check_options(owner: Any, declared: Iterable[Option]) -> None:
       OptionTypeError: a value of another type, which would fail while a program is traced.
       OptionError: a number outside its range.
     """
-    for known in declared:
-        value = getattr(owner, known.name)
+    for option in options:
+        value = getattr(owner, option.name)
         if isinstance(value, np.generic):
             value = value.item()
-            object.__setattr__(owner, known.name, value)
-        if value is known.default or not known.checkable:
+            object.__setattr__(owner, option.name, value)
+        if value is option.default or not option.checkable:
             continue
-        if not any(_is_instance(value, option_type) for option_type in _members(known.annotation)):
-            wanted = known.values + (known.hint and f"; {known.hint}")
-            raise OptionTypeError(f"{{}}: it must be {wanted}", known.name, value)
+        if not any(_is_instance(value, option_type) for option_type in _members(option.annotation)):
+            wanted = option.values + (option.hint and f"; {option.hint}")
+            raise OptionTypeError(f"{{}}: it must be {wanted}", option.name, value)
         if _is_instance(value, float):
-            option_type = int if int in known.kinds else float
-            check_number(known.name, value, option_type, **known.limits, hint=known.hint)
+            option_type = int if int in option.kinds else float
+            check_number(option.name, value, option_type, **option.limits, hint=option.hint)
 
 
 def _is_instance(value: Any, option_type: Any) -> bool:
@@ -179,13 +179,13 @@ def _is_instance(value: Any, option_type: Any) -> bool:
     return isinstance(value, option_type) and (option_type is bool or not isinstance(value, bool))
 
 
-def parse(known: Option, text: str) -> Any:
+def parse(option: Option, text: str) -> Any:
     """Returns the value of an option.
 
     Raises:
       ValueError: the text is not a value of the option's type.
     """
-    for option_type in known.kinds:
+    for option_type in option.kinds:
         if typing.get_origin(option_type) is Literal:
             values = {str(value): value for value in typing.get_args(option_type)}
             if text in values:
@@ -197,7 +197,7 @@ def parse(known: Option, text: str) -> Any:
                 return option_type(text)
             except ValueError:
                 continue
-    raise ValueError(f"{known.name}={text!r}: it must be {known.values}")
+    raise ValueError(f"{option.name}={text!r}: it must be {option.values}")
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
@@ -206,33 +206,33 @@ def _members(annotation: Any) -> tuple[Any, ...]:
     return typing.get_args(annotation) if is_union else (annotation,)
 
 
-def find(name: str, known: dict[str, Option], owner: str) -> Option:
+def find(name: str, options: dict[str, Option], owner: str) -> Option:
     """Returns the option of a name.
 
     Raises:
       ValueError: `owner`, the text of a drafter, has no such option.
     """
-    if name in known:
-        return known[name]
+    if name in options:
+        return options[name]
     raise ValueError(
-        f"{name!r} is not an option of {owner}{did_you_mean(name, known)} "
-        f"(options: {names_by_owner(known.values())})"
+        f"{name!r} is not an option of {owner}{did_you_mean(name, options)} "
+        f"(options: {names_by_owner(options.values())})"
     )
 
 
-def names_by_owner(known: Iterable[Option]) -> str:
+def names_by_owner(options: Iterable[Option]) -> str:
     """Returns the names of options as "budget, draw; of h2o: recent, window"."""
     by_owner: dict[str, list[str]] = {}
-    for each in known:
-        by_owner.setdefault(each.owner and f"of {each.owner}: ", []).append(each.name)
+    for option in options:
+        by_owner.setdefault(option.owner and f"of {option.owner}: ", []).append(option.name)
     return "; ".join(owner + ", ".join(names) for owner, names in by_owner.items()) or "none"
 
 
-def as_help(known: Iterable[Option]) -> str:
+def as_help(options: Iterable[Option]) -> str:
     """Returns a line or two for each option: its name, values, default, and help."""
     lines = []
-    for each in known:
-        default = "" if each.default is None else f", default {each.default}"
-        lines.append(f"  {each.name} ({each.values}{default})")
-        lines += textwrap.wrap(each.help, 90, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    for option in options:
+        default = "" if option.default is None else f", default {option.default}"
+        lines.append(f"  {option.name} ({option.values}{default})")
+        lines += textwrap.wrap(option.help, 90, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)

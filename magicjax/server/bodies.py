@@ -106,9 +106,9 @@ def _parameter(name: str) -> Any:
 
 # The parameters that have the same name and values in both APIs; `_Body` has the others.
 _fields: Any = {
-    name: (known.annotation | None, _parameter(name))
-    for name, known in PARAMETERS.items()
-    if known.checkable and name not in ("logprobs", "prompt_logprobs")
+    name: (option.annotation | None, _parameter(name))
+    for name, option in PARAMETERS.items()
+    if option.checkable and name not in ("logprobs", "prompt_logprobs")
 }
 _Parameters: Any = pydantic.create_model("_Parameters", __base__=_Object, **_fields)
 _PENALTY = "a number from -2 to 2"
@@ -320,13 +320,13 @@ class _Step(NamedTuple):
       path: such as messages[0].name.
       name: the field's name.
       value: what it is; _MISSING without one.
-      known: the fields that there are beside it, and itself unless it is unknown.
+      fields: the fields that there are beside it, and itself unless it is unknown.
     """
 
     path: str
     name: str
     value: Any
-    known: Mapping[str, FieldInfo]
+    fields: Mapping[str, FieldInfo]
 
 
 def _as_api_error(
@@ -335,13 +335,13 @@ def _as_api_error(
     """Returns the error of the innermost field, of several the first one."""
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     steps = max((_steps(each["loc"], body_class, body) for each in errors), key=len)
-    (path, name, value, known), param = steps[-1], steps[0].name[:SHOWN]
-    if name not in known:
-        hint = did_you_mean(name, known) or f"; supported are {', '.join(known)}"
+    (path, name, value, fields), param = steps[-1], steps[0].name[:SHOWN]
+    if name not in fields:
+        hint = did_you_mean(name, fields) or f"; supported are {', '.join(fields)}"
         message = f"unknown field {shown(path)}{hint}"
         return ApiError(400, message, param=param, code="unknown_parameter")
     wrong = f"{path} is missing" if value is _MISSING else f"{path}={shown(value)}"
-    return ApiError(400, f"{wrong}: it must be {known[name].description}", param=param)
+    return ApiError(400, f"{wrong}: it must be {fields[name].description}", param=param)
 
 
 def _steps(location: Sequence[str | int], body_class: Any, value: Any) -> list[_Step]:
@@ -349,18 +349,18 @@ def _steps(location: Sequence[str | int], body_class: Any, value: Any) -> list[_
 
     A location also has the names of the types of a union, which are no fields.
     """
-    steps, path, known = list[_Step](), "", _fields_of(body_class)
+    steps, path, fields = list[_Step](), "", _fields_of(body_class)
     for key in location:
         if isinstance(key, int):
             path, value = f"{path}[{key}]", value[key]
-            if known and not isinstance(value, dict):  # of a list of objects
+            if fields and not isinstance(value, dict):  # of a list of objects
                 steps.append(_Step(path, "", value, {"": FieldInfo(description="an object")}))
-        elif isinstance(value, dict) and (key in known or key in value):
+        elif isinstance(value, dict) and (key in fields or key in value):
             path, value = f"{path}.{key}" if path else key, value.get(key, _MISSING)
-            field = known.get(key)
+            field = fields.get(key)
             if field is None or field.description:
-                steps.append(_Step(path, key, value, known))
-            if not (known := {} if field is None else _fields_of(field.annotation)):
+                steps.append(_Step(path, key, value, fields))
+            if not (fields := {} if field is None else _fields_of(field.annotation)):
                 break
     return steps
 
