@@ -101,45 +101,45 @@ def _with_param_shapes(
     return dataclasses.replace(model, params=params)
 
 
-def abstract_request(load: AotWorkload, mesh: AnyMesh) -> Request:
+def abstract_request(workload: AotWorkload, mesh: AnyMesh) -> Request:
     """Returns the request of the whole batch, with sharded shapes as arrays.
 
     Raises:
       ValueError: the workload is invalid, or its sizes do not divide over the mesh.
     """
-    _check(load)
-    packed = targets.is_cpu(load.device)
-    model = functools.partial(_with_param_shapes, dtype=load.dtype, packed=packed)
-    small = functools.partial(model, shards=load.draft_shards)
-    drafter = make_drafter(load.drafter, small) if load.drafter else None
-    if load.draft_shards is not None and not placement.models_of(drafter):
+    _check(workload)
+    packed = targets.is_cpu(workload.device)
+    model = functools.partial(_with_param_shapes, dtype=workload.dtype, packed=packed)
+    small = functools.partial(model, shards=workload.draft_shards)
+    drafter = make_drafter(workload.drafter, small) if workload.drafter else None
+    if workload.draft_shards is not None and not placement.models_of(drafter):
         raise ValueError(
-            f"draft_shards={load.draft_shards} applies to draft models, and "
-            f"drafter={load.drafter!r} has none: omit draft_shards"
+            f"draft_shards={workload.draft_shards} applies to draft models, and "
+            f"drafter={workload.drafter!r} has none: omit draft_shards"
         )
 
     def shape(x, sharding):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    rows = np.zeros((load.batch, load.context - load.max_tokens), np.int32)
+    rows = np.zeros((workload.batch, workload.context - workload.max_tokens), np.int32)
     options = RequestOptions(
         drafter=drafter,
-        tree=load.tree or None,
+        tree=workload.tree or None,
         eos_token_id=[],
         backend="xla",  # for this machine; set for the device below
         mesh=mesh,
     )
-    stored: Any = dict(stages=load.stage, offload=load.offload, weights=load.weights)
-    stored |= dict(kv_dtype=load.kv_dtype)
-    target = model(load.target, **stored)
-    params = SamplingParams(max_tokens=load.max_tokens)
+    stored: Any = dict(stages=workload.stage, offload=workload.offload, weights=workload.weights)
+    stored |= dict(kv_dtype=workload.kv_dtype)
+    target = model(workload.target, **stored)
+    params = SamplingParams(max_tokens=workload.max_tokens)
     request = validated_request(target, list(rows), params, options)
-    request = place(request, load.micro_batches, put=shape)
-    settings = dataclasses.replace(request.settings, backend=_backend(load, request))
+    request = place(request, workload.micro_batches, put=shape)
+    settings = dataclasses.replace(request.settings, backend=_backend(workload, request))
     return dataclasses.replace(request, settings=settings)
 
 
-def _backend(load: AotWorkload, request: Request) -> str:
+def _backend(workload: AotWorkload, request: Request) -> str:
     """Returns the attention backend of all models.
 
     Raises:
@@ -150,29 +150,32 @@ def _backend(load: AotWorkload, request: Request) -> str:
         for model in (request.target, *placement.models_of(request.drafter))
         for size in model.kv_head_dims
     ]
-    if load.backend is None:
-        best = {targets.best_backend(load.device, *each) for each in sizes}
+    if workload.backend is None:
+        best = {targets.best_backend(workload.device, *each) for each in sizes}
         return best.pop() if len(best) == 1 else "xla"
     for each in sizes:
-        choose_backend(load.backend, *each)
-    if reason := targets.unsupported_reason(load.backend, load.device):
+        choose_backend(workload.backend, *each)
+    if reason := targets.unsupported_reason(workload.backend, workload.device):
         raise ValueError(f"{reason}: use backend=xla")
-    return load.backend
+    return workload.backend
 
 
-def _check(load: AotWorkload) -> None:
-    if load.batch < 1:
-        raise ValueError(f"batch={load.batch} must be at least 1")
-    if load.tree and not load.drafter:
-        raise ValueError(f"tree={load.tree} needs a drafter: add one, or omit tree")
-    if load.context <= load.max_tokens:
-        raise ValueError(f"context={load.context} must be larger than max_tokens={load.max_tokens}")
-    targets.memory_bytes(load.device)  # raises for an unknown device
-    if targets.is_cpu(load.device) and (load.offload or load.mesh_size.devices > 1):
+def _check(workload: AotWorkload) -> None:
+    if workload.batch < 1:
+        raise ValueError(f"batch={workload.batch} must be at least 1")
+    if workload.tree and not workload.drafter:
+        raise ValueError(f"tree={workload.tree} needs a drafter: add one, or omit tree")
+    if workload.context <= workload.max_tokens:
         raise ValueError(
-            f"device={load.device} is one device, whose memory is the host's: omit offload and mesh"
+            f"context={workload.context} must be larger than max_tokens={workload.max_tokens}"
         )
-    if load.offload and targets.is_tpu(load.device):
+    targets.memory_bytes(workload.device)  # raises for an unknown device
+    if targets.is_cpu(workload.device) and (workload.offload or workload.mesh_size.devices > 1):
+        raise ValueError(
+            f"device={workload.device} is one device, whose memory is the host's: omit offload "
+            "and mesh"
+        )
+    if workload.offload and targets.is_tpu(workload.device):
         raise ValueError(
             "offload=True cannot be compiled for a TPU that is not attached: use quantized "
             "weights, or a larger mesh"
@@ -307,9 +310,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("workload", help="the fields of an AotWorkload, as JSON")
     parser.add_argument("out", help="the JSON file to write")
     options = parser.parse_args(arguments)
-    load = AotWorkload(**json.loads(options.workload))
-    mesh = targets.topology_mesh(load.device, load.mesh_size)
-    request = abstract_request(load, mesh)
+    workload = AotWorkload(**json.loads(options.workload))
+    mesh = targets.topology_mesh(workload.device, workload.mesh_size)
+    request = abstract_request(workload, mesh)
     with tempfile.TemporaryDirectory() as folder:
         # The compiler reads these when it lowers the first kernel.
         os.environ |= {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTXAS": "1"}

@@ -55,13 +55,13 @@ class MemoryEstimate:
         return after - before
 
 
-def count(load: AotWorkload) -> MemoryEstimate:
+def count(workload: AotWorkload) -> MemoryEstimate:
     """Returns the bytes of a workload.
 
     Raises:
       ValueError: the workload is invalid, or its sizes do not divide over the mesh.
     """
-    request = abstract_request(load, abstract_mesh(*load.mesh_size))
+    request = abstract_request(workload, abstract_mesh(*workload.mesh_size))
     counted, target = memory.count(request), request.target
     state = part_bytes(Decoder(request).state_shapes())
     prompts = part_bytes((request.rows.tokens, request.rows.lengths, request.rows.limits))

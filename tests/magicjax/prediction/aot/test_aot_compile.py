@@ -10,12 +10,14 @@ from magicjax.prediction.aot import aot_compile
 from magicjax.sources import Source
 from sharding import abstract_mesh
 
-LOAD = aot_compile.AotWorkload("llama-3.2-1b", "self:streaming:512", "chain:4", 16, 32768, "h200")
+WORKLOAD = aot_compile.AotWorkload(
+    "llama-3.2-1b", "self:streaming:512", "chain:4", 16, 32768, "h200"
+)
 
 
 def abstract_request(**changes):
-    load = dataclasses.replace(LOAD, **changes)
-    return aot_compile.abstract_request(load, abstract_mesh(load.data, load.model))
+    workload = dataclasses.replace(WORKLOAD, **changes)
+    return aot_compile.abstract_request(workload, abstract_mesh(workload.data, workload.model))
 
 
 @pytest.fixture
