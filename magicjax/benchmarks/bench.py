@@ -47,9 +47,11 @@ def part_times(setup: Setup, shape: tuple[int, int], options: argparse.Namespace
     times = step_times(setup, *shape, options.nodes, {}, options.repeats)
     for gamma in options.gamma:
         drafts = {(n, gamma): (SelfSpeculation(budget=n), gamma) for n in options.budget}
-        one = step_times(setup, *shape, (), drafts, options.repeats)
-        passes = times.passes | one.passes  # a draft counts beside its own session's pass
-        times = StepTimes(passes, times.drafts | one.drafts, times.rounds | one.rounds)
+        gamma_times = step_times(setup, *shape, (), drafts, options.repeats)
+        passes = times.passes | gamma_times.passes  # a draft counts beside its own session's pass
+        times = StepTimes(
+            passes, times.drafts | gamma_times.drafts, times.rounds | gamma_times.rounds
+        )
     return times
 
 

@@ -316,7 +316,7 @@ class Engine:
             self._state = dataclasses.replace(self._state, ended=ended)
             self._ended_by_host = False
         running, slots = self._scheduler.running, self._setup.slots
-        live = {slot: one.text.lengths for slot, one in running.items()}
+        live = {slot: handle.text.lengths for slot, handle in running.items()}
         texts = [running[i].text if i in running else None for i in range(self.config.slots)]
         has_grammars = any(text is not None and text.matcher for text in texts)
         decoder = self._loops.choose(slots, self._clock, live, has_grammars)
@@ -414,11 +414,11 @@ class Engine:
     def _would_disable(self, handle: Handle) -> bool:
         """Returns whether to disable speculation for a request, given the others until it ends."""
         running, prefilling = self._scheduler.running, self._scheduler.prefilling
-        live = {slot: one.text.lengths for slot, one in running.items()}
-        prefilling_others = (one for one, *_ in prefilling if one is not handle)
-        coming = itertools.chain([handle], prefilling_others, self._scheduler.waiting)
+        live = {slot: other.text.lengths for slot, other in running.items()}
+        prefilling_others = (other for other, *_ in prefilling if other is not handle)
+        upcoming = itertools.chain([handle], prefilling_others, self._scheduler.waiting)
         free = (slot for slot in range(self.config.slots) if slot not in running)
-        joining = dict(zip(free, (one.text.lengths for one in coming), strict=False))
+        joining = dict(zip(free, (other.text.lengths for other in upcoming), strict=False))
         return self._loops.controller.would_disable(live, joining)
 
     def _deliver(

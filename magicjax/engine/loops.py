@@ -98,7 +98,7 @@ class Loops:
             times, state = paired_timing.time_interleaved(
                 decoders, state, drafters, REPEATS, until="any"
             )
-            seconds.append([statistics.median(each) for each in times])
+            seconds.append([statistics.median(samples) for samples in times])
             del state, drafters  # before others are allocated
             state = empty_state(setup)
         by_mode = dict(zip(self.settings, zip(*seconds, strict=True), strict=True))

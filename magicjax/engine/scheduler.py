@@ -214,7 +214,7 @@ class Scheduler[Handle: QueuedRequest]:
     @property
     def unfinished(self) -> list[Handle]:
         """All requests."""
-        return [*self.running.values(), *(one for one, *_ in self.prefilling), *self.waiting]
+        return [*self.running.values(), *(handle for handle, *_ in self.prefilling), *self.waiting]
 
     def check_room(self, new: int) -> None:
         """Raises QueueFullError if the queue has no room for `new` requests."""
@@ -231,7 +231,7 @@ class Scheduler[Handle: QueuedRequest]:
 
     def expired(self, now: float) -> list[Handle]:
         """Returns the requests whose deadlines have passed."""
-        return [one for one in self.unfinished if _deadline_at(one) <= now]
+        return [handle for handle in self.unfinished if _deadline_at(handle) <= now]
 
     def begin_step(self) -> bool:
         """Begins a step; returns whether the loop runs before prefill.
@@ -256,18 +256,21 @@ class Scheduler[Handle: QueuedRequest]:
         Args:
           stored: the number of first tokens that a prompt has from a stored prefix.
         """
-        busy = len(self.running) + len(self.prefilling)
-        if not self.waiting or busy == self._slots or len(self.prefilling) == self._prefill_rows:
+        no_slot = len(self.running) + len(self.prefilling) == self._slots
+        if not self.waiting or no_slot or len(self.prefilling) == self._prefill_rows:
             return None
-        first = min(self.waiting, key=lambda one: due_s(one))
-        prompt = first.prompt
+        handle = min(self.waiting, key=due_s)
+        prompt = handle.prompt
         if self._min_shared is not None and self.prefilling:
-            coming = max(self._given(prompt, one.prompt, kept) for one, _, kept in self.prefilling)
-            if coming >= self._min_shared and coming > stored(prompt):
+            most = max(
+                self._reusable_tokens(prompt, other.prompt, kept)
+                for other, _, kept in self.prefilling
+            )
+            if most >= self._min_shared and most > stored(prompt):
                 return None
-        return first
+        return handle
 
-    def _given(self, prompt: Tokens, other: Tokens, kept: tuple[int, ...]) -> int:
+    def _reusable_tokens(self, prompt: Tokens, other: Tokens, kept: tuple[int, ...]) -> int:
         """Returns how many first tokens a prompt has from another one that is prefilled."""
         shared = common_prefix(other, prompt)
         if not self._rule.keeps_states:
@@ -283,7 +286,7 @@ class Scheduler[Handle: QueuedRequest]:
         self.waiting.remove(handle)
         first = self._rule.first(cached)
         if self._rule.keeps_states:
-            others = (common_prefix(one.prompt, handle.prompt) for one, *_ in self.prefilling)
+            others = (common_prefix(other.prompt, handle.prompt) for other, *_ in self.prefilling)
             shared = max(shared, *others, 0)
         kept = self._rule.kept_states(len(handle.prompt), first, shared)
         self.prefilling.append((handle, first, kept))
@@ -322,8 +325,8 @@ class Scheduler[Handle: QueuedRequest]:
 
     def remove(self, handle: Handle) -> int | None:
         """Removes a request, wherever it is; returns its slot, None without one."""
-        for slot, one in self.running.items():
-            if one is handle:
+        for slot, other in self.running.items():
+            if other is handle:
                 del self.running[slot]
                 return slot
         if not self._remove_prefilling(handle):
@@ -331,7 +334,7 @@ class Scheduler[Handle: QueuedRequest]:
         return None
 
     def _remove_prefilling(self, handle: Handle) -> bool:
-        remaining = [each for each in self.prefilling if each[0] is not handle]
+        remaining = [entry for entry in self.prefilling if entry[0] is not handle]
         removed = len(remaining) < len(self.prefilling)
         self.prefilling = collections.deque(remaining)
         return removed

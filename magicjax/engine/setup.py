@@ -241,8 +241,8 @@ def _rows(
 
 def with_drafter(setup: EngineSetup, drafter: Drafter | None) -> EngineSetup:
     """Returns the setup with another drafter of equal static fields and shapes."""
-    both = setup.row, setup.slots
-    row, slots = (dataclasses.replace(each, drafter=drafter) for each in both)
+    requests = setup.row, setup.slots
+    row, slots = (dataclasses.replace(request, drafter=drafter) for request in requests)
     return dataclasses.replace(setup, row=row, slots=slots)
 
 

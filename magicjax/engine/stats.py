@@ -145,7 +145,9 @@ class Counters:
         """Returns the statistics so far."""
         seconds = clock.prefill_s + clock.decode_s + self.host_s
         if self._changed:  # a server reads the statistics after every step
-            self._percentiles = {name: _percentiles(each) for name, each in self._newest.items()}
+            self._percentiles = {
+                name: _percentiles(values) for name, values in self._newest.items()
+            }
             self._changed = False
         return EngineStats(
             finished=dict(self.finished),

@@ -189,7 +189,7 @@ class Choice:
             off = "plain decoding; the fastest drafter is "
         elif self.tree == ROOT_ONLY and self.times:
             off = f"plain decoding until {self.name} gains; the fastest drafter is "
-        return "\n".join([*lines, f"chosen: {off}{best}", *(f"slower: {one}" for one in others)])
+        return "\n".join([*lines, f"chosen: {off}{best}", *(f"slower: {x}" for x in others)])
 
 
 def choose_drafter(
@@ -367,7 +367,7 @@ def choose(candidates: Candidates) -> tuple[Choice, Decoder, PrefilledPrompts, f
         except OutOfMemoryError as error:
             skipped[name] = str(error)
             del decoders[name]
-    drafters = [each.drafter for each in decoders.values() if each.drafter is not None]
+    drafters = [d.drafter for d in decoders.values() if d.drafter is not None]
     prefilled = PrefilledPrompts.create(plain.request, drafters)
     begin = time.perf_counter() - program_cache.totals()[1]
     (_, plain_s), prefilled = run_trial(plain, prefilled)
@@ -439,20 +439,20 @@ def _placed(candidates: Candidates) -> tuple[Decoder, dict[str, Decoder]]:
     if plain.target.params is None:
         memory.check(plain)
     plain, requests = place(plain), {}
-    for name, each in candidates.requests.items():
-        each = dataclasses.replace(each, target=plain.target)
-        with memory.explained(each):  # the drafter may make a copy of the target
-            requests[name] = place(each)
-    every = [each.settings for each in (plain, *requests.values())]
-    capacity = max(each.capacity for each in every)
-    shape = TreeShape(*map(max, zip(*(each.shape for each in every), strict=True)))
+    for name, request in candidates.requests.items():
+        request = dataclasses.replace(request, target=plain.target)
+        with memory.explained(request):  # the drafter may make a copy of the target
+            requests[name] = place(request)
+    all_settings = [request.settings for request in (plain, *requests.values())]
+    capacity = max(settings.capacity for settings in all_settings)
+    shape = TreeShape(*map(max, zip(*(settings.shape for settings in all_settings), strict=True)))
 
     def decoder(request: Request) -> Decoder:
         settings = dataclasses.replace(request.settings, capacity=capacity)
         largest = dataclasses.replace(settings, shape=shape)
         return Decoder(dataclasses.replace(request, settings=largest), settings)
 
-    return decoder(plain), {name: decoder(each) for name, each in requests.items()}
+    return decoder(plain), {name: decoder(request) for name, request in requests.items()}
 
 
 def _is_chain(tree: Tree) -> bool:

@@ -114,9 +114,9 @@ def parse_completion(data: bytes, served: Served) -> Generation:
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         prompt = [prompt]
     n = _validated_samples(body, len(prompt), served.config)
-    for one in prompt:
-        if isinstance(one, str):
-            _check_characters(len(one), "prompt", served)
+    for text in prompt:
+        if isinstance(text, str):
+            _check_characters(len(text), "prompt", served)
     prompts = _tokens(lambda: token_ids(served.target, prompt), "prompt")
     limit = body.max_tokens
     if limit == 0 and not body.echo:
@@ -130,7 +130,7 @@ def parse_completion(data: bytes, served: Served) -> Generation:
         return generation
     if body.stream:
         raise ApiError(400, "echo=true with stream=true is not supported: omit one", param="echo")
-    texts = [one if isinstance(one, str) else _text(served, one) for one in prompt]
+    texts = [text if isinstance(text, str) else _text(served, text) for text in prompt]
     return dataclasses.replace(generation, echo=texts)
 
 

@@ -165,18 +165,19 @@ def usage(results: Sequence[Result], n: int) -> dict[str, Any]:
     clients get the number of rounds, and tau, also if a round drafted beyond the end.
     """
     stats = [result.stats for result in results]
-    prompt = sum(one.prompt_tokens for one in stats[::n])
-    new = sum(one.new_tokens for one in stats)
-    accepted = sum(max(0, one.new_tokens - 1 - one.rounds) for one in stats)
+    prompt = sum(request.prompt_tokens for request in stats[::n])
+    reused = sum(request.reused_tokens for request in stats[::n])
+    new = sum(request.new_tokens for request in stats)
+    accepted = sum(max(0, request.new_tokens - 1 - request.rounds) for request in stats)
     details = dict(
         accepted_prediction_tokens=accepted,
-        rejected_prediction_tokens=sum(one.drafted for one in stats) - accepted,
+        rejected_prediction_tokens=sum(request.drafted for request in stats) - accepted,
     )
     return dict(
         prompt_tokens=prompt,
         completion_tokens=new,
         total_tokens=prompt + new,
-        prompt_tokens_details={"cached_tokens": sum(one.reused_tokens for one in stats[::n])},
+        prompt_tokens_details={"cached_tokens": reused},
         completion_tokens_details=details,
     )
 

@@ -151,10 +151,10 @@ def _backend(workload: AotWorkload, request: Request) -> str:
         for size in model.kv_head_dims
     ]
     if workload.backend is None:
-        best = {targets.best_backend(workload.device, *each) for each in sizes}
+        best = {targets.best_backend(workload.device, *size) for size in sizes}
         return best.pop() if len(best) == 1 else "xla"
-    for each in sizes:
-        choose_backend(workload.backend, *each)
+    for size in sizes:
+        choose_backend(workload.backend, *size)
     if reason := targets.unsupported_reason(workload.backend, workload.device):
         raise ValueError(f"{reason}: use backend=xla")
     return workload.backend
