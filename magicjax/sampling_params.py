@@ -169,19 +169,21 @@ class SamplingParams:
                 "min_tokens",
                 self.min_tokens,
             )
-        made = {
+        normalized = {
             "logit_bias": _biases(self.logit_bias),
             "stop": _strings("stop", self.stop),
             "bad_words": _strings("bad_words", self.bad_words),
             "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
         }
         if self.allowed_token_ids is not None:
-            made["allowed_token_ids"] = _token_ids("allowed_token_ids", self.allowed_token_ids)
-            if not made["allowed_token_ids"]:
+            normalized["allowed_token_ids"] = _token_ids(
+                "allowed_token_ids", self.allowed_token_ids
+            )
+            if not normalized["allowed_token_ids"]:
                 raise OptionError(
                     "{} is empty: pass at least one token, or None", "allowed_token_ids"
                 )
-        for name, value in made.items():  # hashable
+        for name, value in normalized.items():  # hashable
             object.__setattr__(self, name, value)
         for name in UNCONSTRAINED:
             if self.grammar is not None and getattr(self, name):

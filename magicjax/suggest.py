@@ -92,5 +92,5 @@ def _remedy(call: str, unknown: str) -> str:
     passed = [other for argument, other in PARTS.items() if argument in _arguments[call]]
     if having := [other for other in having if other in passed] or having:
         return f": use {' or '.join(f'{other}({name}=...)' for other in having)}"
-    every = [*_arguments[call], *(each for known in _arguments.values() for each in known)]
-    return did_you_mean(unknown, every) or f": see help({call})"
+    arguments = [*_arguments[call], *(each for known in _arguments.values() for each in known)]
+    return did_you_mean(unknown, arguments) or f": see help({call})"

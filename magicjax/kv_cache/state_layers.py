@@ -326,9 +326,9 @@ def _from_state(
 
     They read it at once, and as it is stored: it is larger than all else.
     """
-    every = jnp.concatenate(queries, 1)
-    every = jnp.repeat(every, s.shape[1] // every.shape[2], 2)
-    out = _einsum("bthd,bhdv->bthv", every, s[: len(every)])
+    stacked = jnp.concatenate(queries, 1)
+    stacked = jnp.repeat(stacked, s.shape[1] // stacked.shape[2], 2)
+    out = _einsum("bthd,bhdv->bthv", stacked, s[: len(stacked)])
     decay = jnp.exp(decays.from_state)[..., None]
     return [values * decay for values in jnp.split(out, len(queries), 1)]
 

@@ -261,7 +261,7 @@ async def _chunks(job: Job, texts: TokenTexts) -> AsyncIterator[str]:
     envelope = responses.envelope(generation)
     if generation.include_usage:
         envelope["usage"] = None
-    made = responses.Texts(generation.chat, generation.stream, texts, generation.tools)
+    builder = responses.ChoiceBuilder(generation.chat, generation.stream, texts, generation.tools)
     if generation.chat:
         for index in range(job.num_choices):
             delta = {"role": "assistant", "content": ""}
@@ -281,11 +281,11 @@ async def _chunks(job: Job, texts: TokenTexts) -> AsyncIterator[str]:
                 )
             if isinstance(value, Result):
                 results[index] = value
-                choices = made.choices(index, NOTHING, value.finish_reason)
+                choices = builder.choices(index, NOTHING, value.finish_reason)
             elif value.text or value.reasoning or value.logprobs is not None:
                 if not len(value.tokens):  # the rest of the text
                     value = dataclasses.replace(value, logprobs=None)
-                choices = made.choices(index, value, None)
+                choices = builder.choices(index, value, None)
             else:
                 continue
             for choice in choices:

@@ -21,7 +21,7 @@ LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
 
 @dataclasses.dataclass
-class Texts:
+class ChoiceBuilder:
     """Makes the choices of one answer, or of the chunks of one stream.
 
     Attributes:
@@ -52,12 +52,13 @@ class Texts:
           new: all of its text, or the next piece.
           reason: why the text has ended; None while it continues.
         """
-        made = self._choices(index, new, reason)
+        choices = self._choices(index, new, reason)
         if new.reasoning:
-            made = made or [self._choice(index, dataclasses.replace(new, text=""), None)]
-            owner = made[0] if not self.chat else made[0]["delta" if self.stream else "message"]
-            owner["reasoning_content"] = new.reasoning
-        return made
+            choices = choices or [self._choice(index, dataclasses.replace(new, text=""), None)]
+            key = "delta" if self.stream else "message"
+            fields = choices[0][key] if self.chat else choices[0]
+            fields["reasoning_content"] = new.reasoning
+        return choices
 
     def _choices(self, index: int, new: NewTokens, reason: str | None) -> list[dict[str, Any]]:
         if self.tools is None:
@@ -82,8 +83,8 @@ class Texts:
         text, finish_reason = new.text or "", None if reason is None else FINISH_REASONS[reason]
         shared: dict[str, Any] = dict(index=index, logprobs=None, finish_reason=finish_reason)
         if new.logprobs is not None:
-            shape = self._chat_logprobs if self.chat else self._completion_logprobs
-            shared["logprobs"] = shape(index, new.tokens.tolist(), new.logprobs)
+            format_logprobs = self._chat_logprobs if self.chat else self._completion_logprobs
+            shared["logprobs"] = format_logprobs(index, new.tokens.tolist(), new.logprobs)
         if not self.chat:
             return shared | {"text": text}
         if not self.stream:
@@ -123,13 +124,11 @@ class Texts:
     ) -> dict[str, Any]:
         texts, offsets, chosen, top = [], [], [], []
         end = self.offsets.get(index, 0)
-        characters = self.decoders.setdefault(
-            index, codecs.getincrementaldecoder("utf-8")("replace")
-        )
+        decoder = self.decoders.setdefault(index, codecs.getincrementaldecoder("utf-8")("replace"))
         for token, log, tops, logs in _rows(tokens, logprobs):
             name, encoded = self.token_texts(token)
             texts.append(name)
-            before, end = end, end + len(characters.decode(encoded))
+            before, end = end, end + len(decoder.decode(encoded))
             offsets.append(end - len(name) if name.encode() == encoded else before)
             chosen.append(max(float(log), LEAST_LOGPROB))
             alternatives: dict[str, float] = {}
@@ -184,18 +183,18 @@ def usage(results: Sequence[Result], n: int) -> dict[str, Any]:
 
 def answer(generation: Generation, texts: TokenTexts, results: Sequence[Result]) -> dict[str, Any]:
     """Returns the answer to a request without a stream."""
-    made = Texts(generation.chat, generation.stream, texts, generation.tools)
+    builder = ChoiceBuilder(generation.chat, generation.stream, texts, generation.tools)
     choices = []
     for index, r in enumerate(results):
-        before = None if generation.echo is None else made.echo(index, generation, r)
+        before = None if generation.echo is None else builder.echo(index, generation, r)
         new = NewTokens(r.tokens, r.text, r.logprobs, r.reasoning)
-        for choice in made.choices(index, new, r.finish_reason):
-            choices.append(choice if before is None else _joined(before, choice))
+        for choice in builder.choices(index, new, r.finish_reason):
+            choices.append(choice if before is None else _concatenated(before, choice))
     counts = usage(results, generation.n)
     return envelope(generation) | {"choices": choices, "usage": counts}
 
 
-def _joined(first: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
+def _concatenated(first: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
     """Returns a choice of completions whose text begins with another one's."""
     logprobs = then["logprobs"]
     if logprobs is not None:

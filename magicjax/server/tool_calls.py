@@ -98,14 +98,14 @@ class Tools:
         """
         content = None if self.required else content
         try:
-            made = of_rules(self._rules(content is not None), untrusted=True, answer=content)
+            grammar = of_rules(self._rules(content is not None), untrusted=True, answer=content)
         except ValueError:
             for function in self.functions:
                 _check_parameters(function)  # with an error that names the function
             raise
         has_free_text = not self.required and content is None and self.format.end
         free = self.format.begin if has_free_text else ""
-        return dataclasses.replace(made, free_until=free)
+        return dataclasses.replace(grammar, free_until=free)
 
     def _rules(self, has_answer: bool) -> str:
         """Returns the rules of the grammar; with `has_answer`, those of other texts are given."""
@@ -387,8 +387,8 @@ def message(deltas: Sequence[Delta]) -> dict[str, Any]:
                 calls.append(fields | {"function": dict(call["function"])})
             else:
                 calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
-    made: dict[str, Any] = {"role": "assistant", "content": content or None}
-    return made | ({"tool_calls": calls} if calls else {})
+    result: dict[str, Any] = {"role": "assistant", "content": content or None}
+    return result | ({"tool_calls": calls} if calls else {})
 
 
 def _definition(function: Function) -> dict[str, Any]:

@@ -157,11 +157,11 @@ def predictions(
     target: Sizes, candidate: Candidate, machine: Machine, batch: int, context: int
 ) -> list[Prediction]:
     """Returns a prediction for every tree of the search, the fastest first; see `plan`."""
-    every = []
+    results = []
     for tree, tokens in _trees(candidate.acceptance, candidate.deepest):
         cost = cost_of(target, candidate, machine, batch, context, tree)
-        every.append(Prediction(candidate.name, tree, tokens, cost, batch))
-    return sorted(every, key=lambda prediction: -prediction.speedup)
+        results.append(Prediction(candidate.name, tree, tokens, cost, batch))
+    return sorted(results, key=lambda prediction: -prediction.speedup)
 
 
 def cost_of(

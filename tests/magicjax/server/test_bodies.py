@@ -379,7 +379,7 @@ def test_calls_that_a_client_joined_from_chunks_can_be_sent_back():
 
 def test_reasoning_is_apart_from_the_answer():
     new = NewTokens(np.zeros(1, np.int32), "Hello!", None, "Hm.")
-    answer = responses.Texts(chat=True, stream=False, token_texts=str)
+    answer = responses.ChoiceBuilder(chat=True, stream=False, token_texts=str)
     (choice,) = answer.choices(0, new, "eos")
     assert choice["message"] == dict(role="assistant", content="Hello!", reasoning_content="Hm.")
     (chunk,) = dataclasses.replace(answer, stream=True).choices(0, new, None)
@@ -455,8 +455,8 @@ def test_any_body_is_a_request_or_the_clients_error(path, data):
 @pytest.fixture(scope="module")
 def server(directory):
     engine = serving.make_engine(serving.target_of(directory), max_tokens=16)
-    with serving.running(engine) as made:
-        yield made
+    with serving.running(engine) as server:
+        yield server
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from magicjax.server import bodies, protocol, tool_calls
 from magicjax.server.bodies import Function
 from magicjax.server.errors import ApiError
 from magicjax.server.protocol import Served
-from magicjax.server.responses import Texts
+from magicjax.server.responses import ChoiceBuilder
 from magicjax.server.tool_calls import FORMATS, HERMES, LLAMA3, CallParser, Tools
 from tests.magicjax import tiny
 from tests.magicjax.grammars import walks
@@ -78,10 +78,10 @@ def function(name: str, **fields) -> dict:
 @pytest.fixture(scope="module")
 def tokenizer(directory):
     """A tokenizer in which the markers are tokens with text, as Qwen's."""
-    made = transformers.AutoTokenizer.from_pretrained(directory)
-    made.add_tokens(["<tool_call>", "</tool_call>"])
-    made.chat_template = TEMPLATES["hermes"]
-    return made
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
+    tokenizer.chat_template = TEMPLATES["hermes"]
+    return tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +97,8 @@ def target(tokenizer, tmp_path_factory):
 @pytest.fixture(scope="module")
 def client(target):
     engine = serving.make_engine(target, capacity=1024, max_tokens=256)
-    with serving.running(engine) as made:
-        yield made.client()
+    with serving.running(engine) as server:
+        yield server.client()
 
 
 def chat(client, messages=(USER,), **options):
@@ -263,8 +263,8 @@ def test_the_format_of_llama_3(target):
     engine = serving.make_engine(target, capacity=1024, max_tokens=256)
     tokenizer.chat_template = TEMPLATES["llama3"]
     try:
-        with serving.running(engine) as made:
-            call = chat(made.client(), tool_choice="required").choices[0].message.tool_calls[0]
+        with serving.running(engine) as server:
+            call = chat(server.client(), tool_choice="required").choices[0].message.tool_calls[0]
     finally:
         tokenizer.chat_template = TEMPLATES["hermes"]
     check_call(call)
@@ -375,9 +375,9 @@ def test_a_cut_call_has_no_reason_tool_calls():
     tools = Tools(HERMES, [], [], required=False, parallel=True)
 
     def reason(text, why):
-        made = Texts(chat=True, stream=False, token_texts=str, tools=tools)
+        builder = ChoiceBuilder(chat=True, stream=False, token_texts=str, tools=tools)
         new = NewTokens(np.zeros(0, np.int32), text, None)
-        return made.choices(0, new, why)[0]["finish_reason"]
+        return builder.choices(0, new, why)[0]["finish_reason"]
 
     whole = f"<tool_call>{G}</tool_call>"
     assert reason(whole, "eos") == "tool_calls" and reason(whole, "length") == "length"
@@ -387,10 +387,10 @@ def test_a_cut_call_has_no_reason_tool_calls():
 def test_the_last_chunk_of_a_stream_has_the_reason_only():
     """Text that was held back, as it could become a call, is in a chunk before it."""
     tools = Tools(HERMES, [], [], required=False, parallel=True)
-    made = Texts(chat=True, stream=True, token_texts=str, tools=tools)
+    builder = ChoiceBuilder(chat=True, stream=True, token_texts=str, tools=tools)
     none = np.zeros(0, np.int32)
-    chunks = made.choices(0, NewTokens(none, "1 <tool", None), None)
-    chunks += made.choices(0, NewTokens(none, "", None), "eos")
+    chunks = builder.choices(0, NewTokens(none, "1 <tool", None), None)
+    chunks += builder.choices(0, NewTokens(none, "", None), "eos")
     assert [chunk["delta"] for chunk in chunks] == [{"content": "1"}, {"content": " <tool"}, {}]
     assert [chunk["finish_reason"] for chunk in chunks] == [None, None, "stop"]
 
