@@ -76,10 +76,10 @@ def empty(shape: DeltaNetShape, batch: int, dtype) -> LayerState:
 def empty_nodes(state: LayerState, batch: int, nodes: int) -> StateNodes:
     """Returns what `run_level` fills: zeros for `nodes` tokens of each row."""
     _, heads, key_dim, value_dim = state.s.shape
-    channels, wide = state.inputs.shape[-1], state.s.dtype
+    channels, state_dtype = state.inputs.shape[-1], state.s.dtype
     key_heads = (channels - heads * value_dim) // (2 * key_dim)
 
-    def zeros(*shape: int, dtype=wide) -> Array:
+    def zeros(*shape: int, dtype=state_dtype) -> Array:
         return jnp.zeros((batch, nodes, *shape), dtype)
 
     x, positions = zeros(channels, dtype=state.inputs.dtype), zeros(dtype=jnp.int32)
@@ -101,14 +101,14 @@ def run_tree(
       mask: the ancestors of each node and itself; padding may see nothing.
       positions: of the nodes.
     """
-    itself = jnp.eye(mask.shape[-1], dtype=bool)
-    mask = jnp.broadcast_to(mask | itself, (len(positions), *mask.shape[-2:]))
-    back = positions[:, :, None] - positions[:, None]
+    identity = jnp.eye(mask.shape[-1], dtype=bool)
+    mask = jnp.broadcast_to(mask | identity, (len(positions), *mask.shape[-2:]))
+    distances = positions[:, :, None] - positions[:, None]
     depth = positions - positions[:, :1]
-    q, k, v = inputs.heads(_convolve(inputs, inputs.x, state, mask, back, depth))
-    decays = _Decays.between(mask, inputs.log_decay, mask & ~itself)
+    q, k, v = inputs.heads(_convolve(inputs, inputs.x, state, mask, distances, depth))
+    decays = _Decays.between(mask, inputs.log_decay, mask & ~identity)
     for_k, for_q = _from_state((k, q), state.s, decays)
-    d = _solve(k, v - for_k, inputs.beta, decays, mask & ~itself)
+    d = _solve(k, v - for_k, inputs.beta, decays, mask & ~identity)
     out = for_q + _from_nodes(q, k, d, decays, mask)
     return out, StateNodes(inputs.x, k, d, inputs.log_decay)
 
@@ -139,23 +139,23 @@ def run_level(
     def put(old, new):
         return old.at[:, nodes].set(new.astype(old.dtype), mode="drop")
 
-    x, at = put(drafted.x, inputs.x), put(drafted.positions, positions)
+    x, node_positions = put(drafted.x, inputs.x), put(drafted.positions, positions)
     log_decay = put(drafted.log_decay, inputs.log_decay)
-    back = positions[:, :, None] - at[:, None]
-    convolved = _convolve(inputs, x, state, mask, back, positions - first[:, None])
+    distances = positions[:, :, None] - node_positions[:, None]
+    convolved = _convolve(inputs, x, state, mask, distances, positions - first[:, None])
     q, k_new, v = inputs.heads(convolved)
     k = put(drafted.k, k_new)
     # What a token sees is on one path, so that positions say which node is below another.
-    decays = _Decays.between(mask, log_decay, at[:, :, None] > at[:, None])
-    among = decays.to_nodes(nodes)
-    others = mask.at[:, :, nodes].set(False, mode="drop")
+    decays = _Decays.between(mask, log_decay, node_positions[:, :, None] > node_positions[:, None])
+    level_decays = decays.to_nodes(nodes)
+    outside_level = mask.at[:, :, nodes].set(False, mode="drop")
     for_k, for_q = _from_state((k_new, q), state.s, decays)
-    v = v - for_k - _from_nodes(k_new, k, drafted.d, decays, others)
-    earlier = jnp.take(mask, nodes, 2, mode="clip") & (nodes < count)
-    earlier &= ~jnp.eye(len(nodes), dtype=bool)
-    d = put(drafted.d, _solve(k_new, v, inputs.beta, among, earlier))
+    v = v - for_k - _from_nodes(k_new, k, drafted.d, decays, outside_level)
+    level_ancestors = jnp.take(mask, nodes, 2, mode="clip") & (nodes < count)
+    level_ancestors &= ~jnp.eye(len(nodes), dtype=bool)
+    d = put(drafted.d, _solve(k_new, v, inputs.beta, level_decays, level_ancestors))
     out = for_q + _from_nodes(q, k, d, decays, mask)
-    return out, StateNodes(x, k, d, log_decay, at)
+    return out, StateNodes(x, k, d, log_decay, node_positions)
 
 
 def run_chain(
@@ -170,15 +170,15 @@ def run_chain(
     # In padding nothing decays, and nothing is added, not even 0 times what is not finite.
     token_inputs = inputs.x, inputs.beta, inputs.log_decay
     x, beta, log_decay = (jnp.where(live, y, 0) for y in token_inputs)
-    both = jnp.concatenate([state.inputs, x.astype(state.inputs.dtype)], 1)
-    newest = _newest(both, count, state.inputs.shape[1])
-    both, kernel = both.astype(beta.dtype), inputs.kernel.astype(beta.dtype).T
-    mixed: Any = sum(both[:, i : i + length] * w for i, w in enumerate(kernel))
-    q, k, v = inputs.heads(mixed)
+    conv_inputs = jnp.concatenate([state.inputs, x.astype(state.inputs.dtype)], 1)
+    newest = _newest(conv_inputs, count, state.inputs.shape[1])
+    conv_inputs, kernel = conv_inputs.astype(beta.dtype), inputs.kernel.astype(beta.dtype).T
+    convolved: Any = sum(conv_inputs[:, i : i + length] * w for i, w in enumerate(kernel))
+    q, k, v = inputs.heads(convolved)
     size = min(length, CHUNK)
     num_chunks = -(-length // size)
-    triangle = jnp.tril(jnp.ones((1, size, size), bool))
-    strict = jnp.tril(triangle, -1)
+    lower_triangle = jnp.tril(jnp.ones((1, size, size), bool))
+    strict_triangle = jnp.tril(lower_triangle, -1)
 
     def divide(x):
         x = jnp.pad(x, [(0, 0), (0, num_chunks * size - length), *[(0, 0)] * (x.ndim - 2)])
@@ -189,10 +189,10 @@ def run_chain(
 
     def run_chunk(s, chunk):
         q, k, v, beta, log_decay = chunk
-        decays = _Decays.between(triangle, log_decay, strict)
+        decays = _Decays.between(lower_triangle, log_decay, strict_triangle)
         for_k, for_q = _from_state((k, q), s, decays)
-        d = _solve(k, v - for_k, beta, decays, strict)
-        out = for_q + _from_nodes(q, k, d, decays, triangle)
+        d = _solve(k, v - for_k, beta, decays, strict_triangle)
+        out = for_q + _from_nodes(q, k, d, decays, lower_triangle)
         return _advance(s, k, d, log_decay), out
 
     s, out = jax.lax.scan(run_chunk, state.s, tuple(map(divide, (q, k, v, beta, log_decay))))
@@ -207,17 +207,17 @@ def commit(
     Of more rows than those of the path, the first are advanced in place.
     """
 
-    def along(x):
+    def on_path(x):
         return jnp.take_along_axis(x, path.reshape(*path.shape, *[1] * (x.ndim - 2)), 1)
 
-    x, k, d, log_decay = map(along, (nodes.x, nodes.k, nodes.d, nodes.log_decay))
+    x, k, d, log_decay = map(on_path, (nodes.x, nodes.k, nodes.d, nodes.log_decay))
     rows, steps = x.shape[:2]
     live = (jnp.arange(steps) < count[:, None])[:, :, None]
     k, d = (jnp.where(live[..., None], y, 0) for y in (k, d))
     s = _advance(state.s[:rows], k, d, jnp.where(live, log_decay, 0))
-    before = state.inputs[:rows]
-    both = jnp.concatenate([before, x.astype(before.dtype)], 1)
-    new = LayerState(s, _newest(both, count, before.shape[1]))
+    old_inputs = state.inputs[:rows]
+    conv_inputs = jnp.concatenate([old_inputs, x.astype(old_inputs.dtype)], 1)
+    new = LayerState(s, _newest(conv_inputs, count, old_inputs.shape[1]))
 
     def put(old, new):
         return new if len(old) == rows else jax.lax.dynamic_update_slice_in_dim(old, new, 0, 0)
@@ -237,7 +237,7 @@ def _convolve(
     x: Float[Array, "B N C"],
     state: LayerState,
     mask: Bool[Array, "B T N"],
-    back: Int[Array, "B T N"],
+    distances: Int[Array, "B T N"],
     depth: Int[Array, "B T"],
 ) -> Float[Array, "B T C"]:
     """Returns the convolution of each token over its newest ancestors.
@@ -247,18 +247,20 @@ def _convolve(
       x: of the nodes.
       state: has the inputs before the first token.
       mask: the nodes that each token sees.
-      back: by how much each node's position precedes the token's.
+      distances: by how much each node's position precedes the token's.
       depth: the tokens between the state and each token.
     """
-    width, old = inputs.shape.conv_width, state.inputs[: len(x)]
-    both = jnp.concatenate([old, x.astype(old.dtype)], 1).astype(inputs.beta.dtype)
-    kernel = inputs.kernel.astype(both.dtype)
+    width, old_inputs = inputs.shape.conv_width, state.inputs[: len(x)]
+    conv_inputs = jnp.concatenate([old_inputs, x.astype(old_inputs.dtype)], 1)
+    conv_inputs = conv_inputs.astype(inputs.beta.dtype)
+    kernel = inputs.kernel.astype(conv_inputs.dtype)
 
     def term(distance: int) -> Array:
-        there = mask & (back == distance)
+        at_distance = mask & (distances == distance)
         before = jnp.clip(width - 1 + depth - distance, 0, width - 2)
-        index = jnp.where(there.any(-1), width - 1 + there.argmax(-1), before)
-        return jnp.take_along_axis(both, index[..., None], 1) * kernel[:, width - 1 - distance]
+        index = jnp.where(at_distance.any(-1), width - 1 + at_distance.argmax(-1), before)
+        node_inputs = jnp.take_along_axis(conv_inputs, index[..., None], 1)
+        return node_inputs * kernel[:, width - 1 - distance]
 
     return sum(map(term, range(1, width)), term(0))
 
@@ -291,9 +293,9 @@ class _Decays(NamedTuple):
           log_decay: of the nodes.
           ancestors: of each node, without itself; among those that one token sees.
         """
-        along = mask[:, None] * log_decay.swapaxes(1, 2)[:, :, None]  # [B, H, T, N]
-        nodes = _einsum("bhtn,bnm->bhtm", along, ancestors.astype(along.dtype))
-        return cls(along.sum(-1).swapaxes(1, 2), nodes)
+        path_decay = mask[:, None] * log_decay.swapaxes(1, 2)[:, :, None]  # [B, H, T, N]
+        nodes = _einsum("bhtn,bnm->bhtm", path_decay, ancestors.astype(path_decay.dtype))
+        return cls(path_decay.sum(-1).swapaxes(1, 2), nodes)
 
     def to_nodes(self, nodes: Int[Array, "U"]) -> "_Decays":
         """Returns the decays from some of the nodes."""
@@ -348,21 +350,21 @@ def _solve(
       beta, decays: of the tokens.
       ancestors: strictly lower triangular.
     """
-    right = beta[..., None] * v
+    rhs = beta[..., None] * v
     matrix = _weights(k, k, decays, ancestors) * beta.swapaxes(1, 2)[..., None]
-    right = right.swapaxes(1, 2)
-    solved = right[:, :, :0]
-    for start in range(0, right.shape[2], BLOCK):
+    rhs = rhs.swapaxes(1, 2)
+    updates = rhs[:, :, :0]
+    for start in range(0, rhs.shape[2], BLOCK):
         rows = slice(start, start + BLOCK)
-        earlier = _einsum("bhtn,bhnv->bhtv", matrix[:, :, rows, :start], solved)
+        from_earlier = _einsum("bhtn,bhnv->bhtv", matrix[:, :, rows, :start], updates)
         block = jax.lax.linalg.triangular_solve(
-            *(matrix[:, :, rows, rows], right[:, :, rows] - earlier),
+            *(matrix[:, :, rows, rows], rhs[:, :, rows] - from_earlier),
             left_side=True,
             lower=True,
             unit_diagonal=True,
         )
-        solved = jnp.concatenate([solved, block], 2)
-    return solved.swapaxes(1, 2)
+        updates = jnp.concatenate([updates, block], 2)
+    return updates.swapaxes(1, 2)
 
 
 def _advance(
@@ -372,8 +374,8 @@ def _advance(
     log_decay: Float[Array, "B T H"],
 ) -> Float[Array, "B H Dk Dv"]:
     """Returns the state after the tokens of a path."""
-    from_here = jnp.cumsum(log_decay[:, ::-1], 1)[:, ::-1]
-    after = jnp.concatenate([from_here[:, 1:], jnp.zeros_like(from_here[:, :1])], 1)
+    suffix_decay = jnp.cumsum(log_decay[:, ::-1], 1)[:, ::-1]
+    later_decay = jnp.concatenate([suffix_decay[:, 1:], jnp.zeros_like(suffix_decay[:, :1])], 1)
     k = jnp.repeat(k, s.shape[1] // k.shape[2], 2)
-    added = _einsum("bthd,bthv->bhdv", k, d * jnp.exp(after)[..., None])
-    return s * jnp.exp(from_here[:, 0])[..., None, None] + added
+    added = _einsum("bthd,bthv->bhdv", k, d * jnp.exp(later_decay)[..., None])
+    return s * jnp.exp(suffix_decay[:, 0])[..., None, None] + added
