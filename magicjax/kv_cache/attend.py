@@ -79,10 +79,10 @@ class _Rows:
         if self.live is not None:  # as in `AttendTo._attend`
             inputs = jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0), inputs)
         state = jax.tree.map(self.slice, self.cache.states[0])
-        out, kept = self._advance(inputs, state, self.slice(self.positions))
+        out, nodes = self._advance(inputs, state, self.slice(self.positions))
         if self.live is not None:
             out = jnp.where(self.slice(self.live)[..., None, None], out, 0)
-        return out, kept
+        return out, nodes
 
     def _advance(
         self, inputs: DeltaNetInputs, state: LayerState, positions: Int[Array, "B T"]
@@ -253,8 +253,8 @@ def _attention(
         if attend.live is not None:
             lengths = jnp.where(attend.live.any(1), lengths, 0)
         slots, lengths = (cache.k[0], cache.v[0]), attend.slice(lengths)
-        has_others = cache.k[0].shape[0] > q.shape[0] and attend.first_row is None
-        options["first_row"] = 0 if has_others else attend.first_row
+        has_other_rows = cache.k[0].shape[0] > q.shape[0] and attend.first_row is None
+        options["first_row"] = 0 if has_other_rows else attend.first_row
     if window is not None:
         options["seen_from"] = attend.slice(attend.positions) - (window - 1)
     options |= dict(backend=attend.backend, softcap=softcap, return_lse=True)

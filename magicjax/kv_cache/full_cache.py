@@ -91,13 +91,15 @@ def empty(model: Model, batch: int, slots: int) -> KVCache:
         heads, size = model.local_kv_heads(layer), model.layer_config(layer).kv_head_dim
         return batch, heads, layer_slots(windows[layer], slots), size
 
-    layers = [shape_of(i) if has_kv else None for i, has_kv in enumerate(model.has_kv)]
-    k, v = (tuple(_zeros(shape, model) for shape in layers) for _ in "kv")
+    shapes = [shape_of(i) if has_kv else None for i, has_kv in enumerate(model.has_kv)]
+    k, v = (tuple(_zeros(shape, model) for shape in shapes) for _ in "kv")
     states: tuple = ()
     if any(model.recurrent):
-        whole: Any = model.config.delta_net
-        new = state_layers.empty(whole.part(model.split.shards), batch, model.dtype)
-        states = tuple(jax.tree.map(jnp.copy, new) if each else None for each in model.recurrent)
+        delta_net: Any = model.config.delta_net
+        empty_state = state_layers.empty(delta_net.part(model.split.shards), batch, model.dtype)
+        states = tuple(
+            jax.tree.map(jnp.copy, empty_state) if each else None for each in model.recurrent
+        )
     lengths = jnp.zeros(batch, jnp.int32)
     return KVCache(k, v, lengths, windows, model.split, states, model.kv_sources)
 
@@ -238,8 +240,8 @@ def append(cache: KVCache, kv: tuple, path: Int[Array, "B A"], count: Int[Array,
       TypeError: the cache is a view, such as a `PagedCache`.
     """
     start = cache.lengths + zero_after(count)
-    stored = iter(as_stored([each for each in kv if isinstance(each, tuple)], cache.slots))
-    kv = tuple(next(stored) if isinstance(each, tuple) else each for each in kv)
+    stored = iter(as_stored([pair for pair in kv if isinstance(pair, tuple)], cache.slots))
+    kv = tuple(next(stored) if isinstance(nodes, tuple) else nodes for nodes in kv)
 
     def write(k, v, new, window):
         return _append(k, v, *new, path, start, count, bool(window))

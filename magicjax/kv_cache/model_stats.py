@@ -82,8 +82,8 @@ def update_from_chunk(
     index = jnp.clip(index, 0, q.shape[1] - 1)
 
     def select(x, previous):
-        taken = jnp.take_along_axis(x, _expand(index, x), 1)
-        return jnp.where(_expand(in_chunk, x), taken, previous)
+        selected = jnp.take_along_axis(x, _expand(index, x), 1)
+        return jnp.where(_expand(in_chunk, x), selected, previous)
 
     return RecentQueries(
         select(q, window.q),
@@ -113,8 +113,8 @@ def update_from_path(
     newest = count[:, None] + jnp.arange(window.seen.shape[1])
 
     def advance(previous, x):
-        both = jnp.concatenate([previous, x], 1)
-        return jnp.take_along_axis(both, _expand(newest, x), 1)
+        extended = jnp.concatenate([previous, x], 1)
+        return jnp.take_along_axis(extended, _expand(newest, x), 1)
 
     q, lse = (jnp.take_along_axis(x, _expand(path, x), 1) for x in queries)
     return RecentQueries(advance(window.q, q), advance(window.lse, lse), advance(window.seen, seen))

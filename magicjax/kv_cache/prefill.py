@@ -65,7 +65,7 @@ def prefill_cache(
         first = cache.lengths.min()
         chunks = -(-(lengths.max() - first) // chunk)
     keep_queries = stats_spec.window > 0 or stats_spec.total
-    triangle = jnp.tril(jnp.ones((chunk, chunk), bool))
+    causal_mask = jnp.tril(jnp.ones((chunk, chunk), bool))
 
     def run_chunk(i, carry):
         cache, last, stats = carry
@@ -74,10 +74,9 @@ def prefill_cache(
         positions = jnp.minimum(start + jnp.arange(chunk), config.max_positions - 1)
         cache = cache.replace(lengths=jnp.minimum(start, lengths))
         positions = jnp.broadcast_to(positions, chunk_tokens.shape)
-        new = jnp.clip(lengths - start, 0, chunk)
-        attend = AttendTo(
-            cache, triangle, settings.backend, keep_queries, chain=new, positions=positions
-        )
+        chunk_lengths = jnp.clip(lengths - start, 0, chunk)
+        options: Any = dict(chain=chunk_lengths, positions=positions)
+        attend = AttendTo(cache, causal_mask, settings.backend, keep_queries, **options)
         hidden, aux, inputs = model(chunk_tokens, positions, attend, stats_spec.layer_inputs)
         keys_values, queries = zip(*aux, strict=True)
         slot = start + full_cache.zero_after(hidden[:1, 0].argmax(-1)[0])
@@ -87,11 +86,11 @@ def prefill_cache(
         ends_here = (lengths > start) & (lengths <= start + chunk)
         chunk_last = jnp.take_along_axis(hidden, index[:, None, None], 1)[:, 0]
         stats = _update(model, stats, queries, cache.k, start, chunk, lengths, settings.backend)
-        kept = {
+        new_inputs = {
             layer: jax.lax.dynamic_update_slice_in_dim(stats.layer_inputs[layer], x, start, 1)
             for layer, x in inputs.items()
         }
-        stats = dataclasses.replace(stats, layer_inputs=kept)
+        stats = dataclasses.replace(stats, layer_inputs=new_inputs)
         return cache, jnp.where(ends_here[:, None], chunk_last, last), stats
 
     last = jnp.zeros((batch, config.hidden_size), model.dtype)

@@ -121,20 +121,20 @@ def gather(
         for layer in layers
     ]
     k, v, pins = zip(*gathered, strict=True)
-    static: Any = dict(bits=bits, split=cache.split, sources=cache.sources)
-    return DraftCache(k, v, pins, cache.lengths, cache.windows, **static)
+    options: Any = dict(bits=bits, split=cache.split, sources=cache.sources)
+    return DraftCache(k, v, pins, cache.lengths, cache.windows, **options)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5))  # traced once for all layers
 def _gather(k, v, chosen, ring: int, bits: int | None, dtype, lengths) -> tuple[Any, Any, Array]:
     """Returns keys, values and pins of a layer of the draft cache."""
-    count, slots, num_pinned = lengths[:, None], jnp.arange(ring), chosen.shape[-1]
+    count, ring_slots, num_pinned = lengths[:, None], jnp.arange(ring), chosen.shape[-1]
     # The newest position p < count with (p - P) mod R = slot; for count <= C it is P + slot.
-    newest = count - 1 - (count - 1 - num_pinned - slots) % ring
-    newest = jnp.where(count <= num_pinned + ring, num_pinned + slots, newest)
-    chosen = _in_order_while_all_fits(chosen, lengths, ring)
-    tail = jnp.broadcast_to(newest[:, None], (*chosen.shape[:2], ring))
-    index = jnp.concatenate([chosen, tail], -1)
+    newest = count - 1 - (count - 1 - num_pinned - ring_slots) % ring
+    newest = jnp.where(count <= num_pinned + ring, num_pinned + ring_slots, newest)
+    chosen = _pins_or_in_order(chosen, lengths, ring)
+    ring_index = jnp.broadcast_to(newest[:, None], (*chosen.shape[:2], ring))
+    index = jnp.concatenate([chosen, ring_index], -1)
     return _take(k, index, bits, dtype), _take(v, index, bits, dtype), chosen
 
 
@@ -159,7 +159,7 @@ def repin(cache: DraftCache, full: KVCache, pinned: Pins) -> DraftCache:
 def _repin(k, v, full_k, full_v, chosen, bits: int | None, count) -> tuple[Any, Any, Array]:
     """Returns keys, values and pins of a layer with other pins."""
     num_pinned = chosen.shape[-1]
-    chosen = _in_order_while_all_fits(chosen, count, k.shape[2] - num_pinned)
+    chosen = _pins_or_in_order(chosen, count, k.shape[2] - num_pinned)
 
     def write(old, full):
         entries = _take(full, chosen, bits, None if bits else old.dtype)
@@ -168,7 +168,7 @@ def _repin(k, v, full_k, full_v, chosen, bits: int | None, count) -> tuple[Any, 
     return write(k, full_k), write(v, full_v), chosen
 
 
-def _in_order_while_all_fits(chosen: Int[Array, "B K P"], count: Int[Array, "B"], ring: int):
+def _pins_or_in_order(chosen: Int[Array, "B K P"], count: Int[Array, "B"], ring: int):
     """Returns the pins of long rows, and 0, 1, … P-1 for rows that fit the cache."""
     in_order = jnp.arange(chosen.shape[-1], dtype=jnp.int32)
     fits = count[:, None, None] <= chosen.shape[-1] + ring
@@ -181,11 +181,11 @@ def _take(
     """Returns the entries [B, K, C, D] at positions `index`, of a ring those mod S."""
     index = index % slots.shape[2]
 
-    def of(x):
+    def take(x):
         return jnp.take_along_axis(x, index[..., None] if x.ndim == 4 else index, axis=2)
 
-    taken = elements(jax.tree.map(of, slots), dtype or jnp.float32)
-    return taken if bits is None else quantize(taken, bits)
+    entries = elements(jax.tree.map(take, slots), dtype or jnp.float32)
+    return entries if bits is None else quantize(entries, bits)
 
 
 def append_ring(
