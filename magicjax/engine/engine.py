@@ -203,9 +203,9 @@ class Engine:
         """
         if self._loops.untimed:
             self._state = self._loops.time_rounds(self._setup, self._state)
-        counters, begun, compiled_s = self._counters, time.monotonic(), program_cache.totals()[1]
+        counters, begin, compiled_s = self._counters, time.monotonic(), program_cache.totals()[1]
         device_s = self._device_s
-        for handle in self._scheduler.expired(begun):
+        for handle in self._scheduler.expired(begin):
             self._end(handle, "deadline")
         if self._scheduler.begin_step():
             self._decode()
@@ -213,7 +213,7 @@ class Engine:
         counters.steps += 1
         device_s = self._device_s - device_s
         compile_s = program_cache.totals()[1] - compiled_s
-        counters.host_s += time.monotonic() - begun - device_s - compile_s
+        counters.host_s += time.monotonic() - begin - device_s - compile_s
 
     def run(self) -> None:
         """Runs steps until all requests have finished."""
@@ -252,10 +252,10 @@ class Engine:
         if self.config.grammars:
             if target.tokenizer is not None and self._setup.row.eos:
                 Matcher(target, Grammar.json_object(), self._setup.row.eos)  # reads the tokenizer
-            free = [None] * self.config.slots
+            no_matchers = [None] * self.config.slots
             for mode, rows in itertools.product(loops.settings, loops.grammar_sizes):
                 decoder = loops.decoder(request, clock, mode, rows)
-                self._state = decoder.decode_round(self._state, free)
+                self._state = decoder.decode_round(self._state, no_matchers)
         self._prefixes.clear()
         self.forget_texts()
         self._counters, self._clock = Counters(loops.settings), Clock()
@@ -321,23 +321,32 @@ class Engine:
         has_grammars = any(text is not None and text.matcher for text in texts)
         decoder = self._loops.choose(slots, self._clock, live, has_grammars)
         controller = self._loops.controller
-        waits = bool(self._scheduler.prefilling or self._scheduler.waiting)
-        rounds = self._stall.rounds(self.config.rounds_per_step, waits)
+        prompts_wait = bool(self._scheduler.prefilling or self._scheduler.waiting)
+        rounds = self._stall.rounds(self.config.rounds_per_step, prompts_wait)
         rounds = min(rounds, PROBE_ROUNDS) if controller.is_probe else rounds
-        s = decode_texts(decoder, self._state, texts, rounds, until="any")
+        state = decode_texts(decoder, self._state, texts, rounds, until="any")
         seconds = self._clock.newest_s
         simulated = {}
         if len(self._loops.settings) > 1 and slots.drafter is not None:
-            simulated = simulated_rounds(slots.drafter, s.drafter)
-        counted = s.rounds, s.emitted, s.output, s.ended, s.histogram, s.nodes, simulated
-        ran, emitted, output, ended, histogram, nodes, simulated = global_arrays.fetch(counted)
-        rounds = int(ran)
-        self._state = s
+            simulated = simulated_rounds(slots.drafter, state.drafter)
+        results = (
+            state.rounds,
+            state.emitted,
+            state.output,
+            state.ended,
+            state.histogram,
+            state.nodes,
+            simulated,
+        )
+        results = global_arrays.fetch(results)
+        rounds_run, emitted, output, ended, histogram, nodes, simulated = results
+        rounds = int(rounds_run)
+        self._state = state
         self._stall.count_rounds(rounds, seconds)
         chunk = self._setup.prefill_rule.chunk
         self._scheduler.limit_prefill(self._stall.prompt_tokens(rounds, chunk))
         wants_logprobs = any(handle.text.params.logprobs is not None for handle in running.values())
-        logprobs = global_arrays.fetch(s.logprobs) if wants_logprobs else None
+        logprobs = global_arrays.fetch(state.logprobs) if wants_logprobs else None
         self._counters.rounds_by_arm[controller.mode] += rounds
         self._loops.controller = controller.counted(histogram, rounds, seconds, simulated)
         self._ended = ended.copy()
@@ -356,9 +365,9 @@ class Engine:
         """Prefills and inserts requests that wait while slots are free."""
         while True:
             self._start_requests()
-            if (work := self._scheduler.next_piece()) is None:
+            if (next_piece := self._scheduler.next_piece()) is None:
                 return
-            handle, piece = work
+            handle, piece = next_piece
             prefilled = self._rows[handle].advance(piece)
             if piece.chunk == self._setup.prefill_rule.chunk:
                 self._stall.count_tokens(piece.tokens, self._clock.newest_s)
@@ -374,17 +383,17 @@ class Engine:
             prompt = handle.prompt
             if self._spare_rows and self._prefixes.match(prompt):
                 del self._spare_rows[-1]  # before its place is taken by a copy
-            row, common = self._prefixes.copy_longest(prompt)
+            row, reused = self._prefixes.copy_longest(prompt)
             if row is None:
                 row = self._spare_rows.pop() if self._spare_rows else empty_row(self._setup)
-            handle.reused_tokens, inputs = common, empty_layer_inputs(self._setup)
-            self._rows[handle] = PrefillRow(decoder, *row, common, inputs)
+            handle.reused_tokens, inputs = reused, empty_layer_inputs(self._setup)
+            self._rows[handle] = PrefillRow(decoder, *row, reused, inputs)
             shared, rule = 0, self._setup.prefill_rule
             if rule.keeps_states:
                 shared = self._prefixes.shared(prompt)
-                if common:
-                    self._rows[handle].keep_states(rule.first(common))
-            self._scheduler.start(handle, common, shared)
+                if reused:
+                    self._rows[handle].keep_states(rule.first(reused))
+            self._scheduler.start(handle, reused, shared)
 
     def _insert(self, handle: Handle, prefilled: Prefilled) -> None:
         """Copies a prefilled row into a free slot, and hands out its first token."""
@@ -402,14 +411,14 @@ class Engine:
         decoder = Decoder(self._setup.slots, clock=self._clock)
         self._state = decoder.insert(self._state, row, slot)
         self._loops.controller = self._loops.controller.joined(slot, disabled)
-        fetched = row.ended, row.pending, row.logprobs, row.emitted
-        ended, first, logprobs, emitted = global_arrays.fetch(fetched)
+        results = row.ended, row.pending, row.logprobs, row.emitted
+        ended, first_tokens, logprobs, emitted = global_arrays.fetch(results)
         if emitted[0]:  # else the cache has NaN
-            self._store(Prefix(handle.prompt, row.cache, row.drafter, prefilling.snapshots))
+            self._store_prefix(Prefix(handle.prompt, row.cache, row.drafter, prefilling.snapshots))
         self._ended[slot] = ended[0]
         # None, if the prompt alone is evaluated.
-        first = first[: min(emitted[0], handle.text.limit)]
-        self._deliver(handle, first, logprobs and logprobs[0], ended[0])
+        first_tokens = first_tokens[: min(emitted[0], handle.text.limit)]
+        self._deliver(handle, first_tokens, logprobs and logprobs[0], ended[0])
 
     def _would_disable(self, handle: Handle) -> bool:
         """Returns whether to disable speculation for a request, given the others until it ends."""
@@ -444,20 +453,20 @@ class Engine:
             if self._prefixes.max_entries and reason != "error":  # it may have NaN
                 decoder = Decoder(self._setup.row, clock=self._clock)
                 cached = decoder.extract(self._state, slot)
-                self._store(Prefix(text[:-1], *cached))  # the last token is pending
+                self._store_prefix(Prefix(text[:-1], *cached))  # the last token is pending
         elif (row := self._rows.pop(handle, None)) is not None:
-            self._spare((row.cache, row.drafter_state))
+            self._keep_buffers((row.cache, row.drafter_state))
         drafter = self._setup.row.drafter
         if drafter is not None and drafter.remembers and reason in ("eos", "length", "stop"):
-            remembering = drafter.remember(text, len(prompt))
-            self._setup = with_drafter(self._setup, remembering)
+            updated_drafter = drafter.remember(text, len(prompt))
+            self._setup = with_drafter(self._setup, updated_drafter)
         self._counters.count(handle.finish(reason, time.monotonic()))
 
-    def _store(self, prefix: Prefix) -> None:
-        if (unused := self._prefixes.add(prefix)) is not None:
-            self._spare(unused)
+    def _store_prefix(self, prefix: Prefix) -> None:
+        if (buffers := self._prefixes.add(prefix)) is not None:
+            self._keep_buffers(buffers)
 
-    def _spare(self, row: tuple[Any, Any]) -> None:
+    def _keep_buffers(self, row: tuple[Any, Any]) -> None:
         """Keeps buffers for later prompts, as many as can be prefilled at once."""
         if len(self._spare_rows) + len(self._rows) < self.config.prefill_rows:
             self._spare_rows.append(row)

@@ -83,9 +83,9 @@ class Prefix:
 
     def with_snapshots(self, others: dict[int, States]) -> "Prefix":
         """Returns the prefix with the newest of its own and other states of its text."""
-        known = {n: x for n, x in (self.snapshots | others).items() if n < len(self.tokens)}
-        newest = sorted(known)[-SNAPSHOTS:]
-        return dataclasses.replace(self, snapshots={n: known[n] for n in newest})
+        snapshots = {n: x for n, x in (self.snapshots | others).items() if n < len(self.tokens)}
+        newest = sorted(snapshots)[-SNAPSHOTS:]
+        return dataclasses.replace(self, snapshots={n: snapshots[n] for n in newest})
 
     @property
     def num_bytes(self) -> int:
@@ -160,26 +160,26 @@ class PrefixStore:
         if not self.max_entries:
             return None, 0
         self.lookups += 1
-        best, common = self._longest(tokens)
+        best, common = self._longest_match(tokens)
         if best is None:
             return None, 0
         common = min(common, len(tokens) - 1)
         self.hits += 1
         self.host_hits += best.on_host
         self.reused_tokens += common
-        best = self._use(best)
+        best = self._touch(best)
         row = best.row if not best.cache.states else best.from_state(self.rule.first(common))
         return jax.tree.map(jnp.copy, row), common
 
     def match(self, tokens: Int[np.ndarray, "T"]) -> int:
         """Returns how many first tokens a text has from an entry; 0 if too few."""
-        return self._longest(tokens)[1]
+        return self._longest_match(tokens)[1]
 
     def shared(self, tokens: Int[np.ndarray, "T"]) -> int:
         """Returns the most first tokens that a text shares with an entry, reusable or not."""
         return max((common_prefix(entry.tokens, tokens) for entry in self._entries), default=0)
 
-    def _longest(self, tokens: Int[np.ndarray, "T"]) -> tuple[Prefix | None, int]:
+    def _longest_match(self, tokens: Int[np.ndarray, "T"]) -> tuple[Prefix | None, int]:
         """Returns the entry that gives a text the most tokens, and how many.
 
         Of several, it is the most recently used one.
@@ -187,11 +187,11 @@ class PrefixStore:
         best, most = None, self.min_shared - 1
         for entry in reversed(self._entries):
             shared = common_prefix(entry.tokens, tokens)
-            if shared > most and (count := self._reusable(entry, len(tokens), shared)) > most:
+            if shared > most and (count := self._num_reusable(entry, len(tokens), shared)) > most:
                 best, most = entry, count
         return (None, 0) if best is None else (best, most)
 
-    def _reusable(self, entry: Prefix, length: int, shared: int) -> int:
+    def _num_reusable(self, entry: Prefix, length: int, shared: int) -> int:
         """Returns how many of the tokens that a text of a length shares with an entry it gives."""
         if not entry.cache.states:
             recomputed = max(1, self.rule.window, self.rule.overlap)
@@ -212,20 +212,20 @@ class PrefixStore:
             return prefix.row
         for entry in self._entries:
             if common_prefix(entry.tokens, prefix.tokens) == len(prefix.tokens):
-                self._entries[-1] = self._use(entry).with_snapshots(prefix.snapshots)
+                self._entries[-1] = self._touch(entry).with_snapshots(prefix.snapshots)
                 return prefix.row
-        covered = [
+        own_prefixes = [
             e for e in self._entries if common_prefix(e.tokens, prefix.tokens) == len(e.tokens)
         ]
-        for entry in covered:
+        for entry in own_prefixes:
             self._entries.remove(entry)
-            prefix = prefix.with_snapshots(self._states_of(entry))
-        unused = next((entry.row for entry in covered if not entry.on_host), None)
-        unused = unused or self._make_room()
+            prefix = prefix.with_snapshots(self._copied_states(entry))
+        buffers = next((entry.row for entry in own_prefixes if not entry.on_host), None)
+        buffers = buffers or self._make_room()
         self._entries.append(prefix)
-        return unused
+        return buffers
 
-    def _states_of(self, prefix: Prefix) -> dict[int, States]:
+    def _copied_states(self, prefix: Prefix) -> dict[int, States]:
         """Returns copies on the device of all states of a prefix, if it has any."""
         if not prefix.cache.states:
             return {}
@@ -236,7 +236,7 @@ class PrefixStore:
         final_states = jax.tree.map(jnp.copy, prefix.cache.states)  # the row may be donated
         return prefix.snapshots | {len(prefix.tokens): final_states}
 
-    def _use(self, prefix: Prefix) -> Prefix:
+    def _touch(self, prefix: Prefix) -> Prefix:
         """Makes an entry the most recently used one; returns it on the device."""
         self._entries.remove(prefix)
         if prefix.on_host:
@@ -265,16 +265,16 @@ def to_host(prefix: Prefix) -> Prefix:
     """Returns a copy of a prefix in host memory, whose caches have the slots of its text only."""
     length = len(prefix.tokens)
 
-    def cut(x):
+    def truncate(x):
         if not isinstance(x, KVCache):
             return x
         k, v = jax.tree.map(lambda slots: slots[:, :, :length], (x.k, x.v))
         return dataclasses.replace(x, k=k, v=v)
 
     fetched, snapshots = global_arrays.fetch((prefix.row, prefix.snapshots))
-    cut_row = jax.tree.map(cut, fetched, is_leaf=lambda x: isinstance(x, KVCache))
+    truncated_row = jax.tree.map(truncate, fetched, is_leaf=lambda x: isinstance(x, KVCache))
     # Copies: what is fetched from a CPU device are views of buffers that programs will overwrite.
-    (cache, drafter_state), snapshots = jax.tree.map(np.array, (cut_row, snapshots))
+    (cache, drafter_state), snapshots = jax.tree.map(np.array, (truncated_row, snapshots))
     return Prefix(prefix.tokens, cache, drafter_state, snapshots, on_host=True)
 
 
@@ -292,9 +292,9 @@ def to_device(prefix: Prefix, row_shapes: Any) -> Prefix:
 
 def _put(x: np.ndarray, shape: Any) -> jax.Array:
     """Returns an array of a shape and sharding, with zeros after `x`."""
-    whole = np.zeros(shape.shape, shape.dtype)
-    whole[tuple(map(slice, x.shape))] = x
-    return global_arrays.put(whole, shape.sharding)
+    padded = np.zeros(shape.shape, shape.dtype)
+    padded[tuple(map(slice, x.shape))] = x
+    return global_arrays.put(padded, shape.sharding)
 
 
 def _put_states(states: States, row_shapes: Any) -> States:
@@ -321,9 +321,9 @@ def make_store(setup: EngineSetup) -> PrefixStore:
 
 def _with_shardings(setup: EngineSetup) -> Any:
     """Returns the shapes of a row's arrays with their shardings, on one device as well."""
-    one_device = setup.row.rows.limits.sharding
+    default_sharding = setup.row.rows.limits.sharding
     return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or one_device),
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or default_sharding),
         setup.row_shapes,
     )
 
