@@ -123,9 +123,9 @@ def _load(
     if source.directory is None:
         dtype = source.stored_dtype if dtype is None else dtype
         module = models.build(source.config, dtype, source.matrix_formats(weight_format))
-        _check_random(module, source)
+        _check_preset(module, source)
         params, layout = _initialized(module, seed, stages, offload, sharding_of)
-        module, params = _cut(module, params, draft_vocab)
+        module, params = _with_draft_vocab(module, params, draft_vocab)
         return Model(
             module,
             params,
@@ -146,11 +146,11 @@ def _load(
         alike=stages > 1,
         packed=packed,
     )
-    params, layout = _laid_out(checkpoint, stages, offload, sharding_of)
+    params, layout = _with_layout(checkpoint, stages, offload, sharding_of)
     if (formats := models.formats_of(checkpoint.module)).is_packed:
         logger.info("weights are in %s, and products round activations to 8 bits", formats)
     eos = _eos(checkpoint.eos_token_ids, tokenizer, checkpoint.module.config)
-    module, params = _cut(checkpoint.module, params, draft_vocab, eos)
+    module, params = _with_draft_vocab(checkpoint.module, params, draft_vocab, eos)
     return Model(
         module,
         params,
@@ -161,11 +161,11 @@ def _load(
         shards=shards,
         layout=layout,
         kv_bits=kv_bits,
-        mtp_head=_mtp_head_of(source, checkpoint.module.dtype),
+        mtp_head=_mtp_head_loader(source, checkpoint.module.dtype),
     )
 
 
-def _mtp_head_of(source: Source, dtype: Any) -> Callable[[], Model] | None:
+def _mtp_head_loader(source: Source, dtype: Any) -> Callable[[], Model] | None:
     """Returns `Model.mtp_head`; the head is read once."""
     directory = source.directory
     if directory is None:
@@ -215,7 +215,7 @@ def _kv_bits(kv_dtype: str | None, source: Source) -> int | None:
     return KV_DTYPES[kv_dtype]
 
 
-def _cut(
+def _with_draft_vocab(
     module: nn.Module, params: Any, draft_vocab: int | None, eos_token_ids: Sequence[int] = ()
 ) -> tuple[nn.Module, Any]:
     """Returns module and parameters with the draft vocabulary, if there is one."""
@@ -225,7 +225,7 @@ def _cut(
     return models.with_draft_vocab(module, params, draft_vocab, eos_token_ids)
 
 
-def _check_random(module: nn.Module, source: Source) -> None:
+def _check_preset(module: nn.Module, source: Source) -> None:
     """Logs that a preset's weights are random; raises ValueError if host memory is too small."""
     logger.warning(
         "%s is a preset with random weights: pass a directory, or OWNER/NAME of the Hugging Face "
@@ -239,7 +239,7 @@ def _check_random(module: nn.Module, source: Source) -> None:
         raise ValueError(
             f"the weights of {source} need {needed / GB:.1f} GB of memory, and "
             f"{available / GB:.1f} GB are available: use a smaller preset"
-            + _smaller_weights(module.config, available)
+            + _weights_remedy(module.config, available)
         )
 
 
@@ -249,7 +249,7 @@ def _bytes_of(module: nn.Module) -> int:
     return sum(array_bytes(x.shape, x.dtype) for x in leaves)
 
 
-def _smaller_weights(config: models.DecoderConfig, available: int) -> str:
+def _weights_remedy(config: models.DecoderConfig, available: int) -> str:
     """Returns options of `load` with which a preset's weights need `available` bytes, as text."""
     for weight_format in (None, "int8", "int4:32"):
         formats = models.blocks_in(config, weight_format)
@@ -273,7 +273,7 @@ def _initialized(
     return models.init_params(module, seed, sharding_of), Resident()
 
 
-def _laid_out(
+def _with_layout(
     checkpoint: models.Checkpoint, stages: int, offload: bool, sharding_of: Any
 ) -> tuple[Any, Layout]:
     """Returns the parameters of a checkpoint, and the layout with its blocks."""
@@ -391,7 +391,7 @@ def abstract_model(
     layout = Offloaded(offloading.shapes(module)) if offload else Resident()
     ids = {} if source.directory is None else models.special_tokens(source.directory)
     eos = _eos(ids["eos_token_ids"], source.tokenizer, module.config) if ids else ()
-    module, _ = _cut(module, None, draft_vocab, eos)
+    module, _ = _with_draft_vocab(module, None, draft_vocab, eos)
     return Model(
         module,
         params=None,
@@ -402,7 +402,7 @@ def abstract_model(
         shards=shards,
         layout=layout,
         kv_bits=_kv_bits(kv_dtype, source),
-        mtp_head=_mtp_head_of(source, module.dtype),
+        mtp_head=_mtp_head_loader(source, module.dtype),
         load=functools.partial(
             _load,
             source,

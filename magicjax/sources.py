@@ -156,22 +156,23 @@ def _find(name: str) -> pathlib.Path | None:
         return None
     if hub.is_gguf(name) or (hub.is_id(name) and path.suffix != ".gguf"):
         try:
-            return _of_hub(name, weights=False)
+            return _hub_directory(name, weights=False)
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"{error}{_nearby(path)}") from error
+            raise FileNotFoundError(f"{error}{_spelling_hint(path)}") from error
     if os.sep in name or name.startswith(".") or path.suffix == ".gguf":
         raise FileNotFoundError(
             f"{name} is not a directory or a file: pass a directory with config.json, a GGUF file, "
-            f"or a preset{_nearby(path)}"
+            f"or a preset{_spelling_hint(path)}"
         )
+    hint = did_you_mean(name, _known_names()) or "."
     raise ValueError(
-        f"{name!r} is not a directory, a file or a preset{did_you_mean(name, _names()) or '.'} "
+        f"{name!r} is not a directory, a file or a preset{hint} "
         f"Presets are {', '.join(models.PRESETS)}. Models to download are {', '.join(DOWNLOADS)}, "
         "and OWNER/NAME or OWNER/NAME:FILE.gguf of the Hugging Face Hub"
     )
 
 
-def _of_hub(source: str, weights: bool) -> pathlib.Path:
+def _hub_directory(source: str, weights: bool) -> pathlib.Path:
     """Returns the directory of a model or a GGUF file of the Hub."""
     if not hub.is_gguf(source):
         return hub.snapshot(source, weights)
@@ -182,12 +183,12 @@ def _of_hub(source: str, weights: bool) -> pathlib.Path:
         raise ValueError(f"{source}: {error}") from error
 
 
-def _names() -> list[str]:
+def _known_names() -> list[str]:
     """Returns what a name without a folder can refer to."""
     return [*models.PRESETS, *DOWNLOADS, *os.listdir()]
 
 
-def _nearby(path: pathlib.Path) -> str:
+def _spelling_hint(path: pathlib.Path) -> str:
     """Returns a hint if the first part of a path that does not exist is misspelt, else ""."""
     missing = path
     while not missing.parent.is_dir():
@@ -210,7 +211,7 @@ def fetch(name: str, file: str | os.PathLike | None = None) -> pathlib.Path:
       OSError: the file does not exist, or the model cannot be downloaded.
     """
     if file is None and (hub.is_id(name) or hub.is_gguf(name)):
-        return _of_hub(name, weights=True)
+        return _hub_directory(name, weights=True)
     if name not in DOWNLOADS:
         raise ValueError(
             f"no model to download is named {name!r}{did_you_mean(name, DOWNLOADS)}; there are "

@@ -108,25 +108,25 @@ def check(row: Request, config: EngineConfig, available: float | None = None) ->
 
     def needed(row_slots: int) -> float:
         settings = dataclasses.replace(row.settings, capacity=row_slots)
-        sized = dataclasses.replace(row, settings=settings)
-        other_rows = prefills + num_prefixes(sized, config)
-        states = _all_snapshot_bytes(sized, config, mesh)
-        return memory.count(sized, slots // groups + other_rows).new + states
+        resized = dataclasses.replace(row, settings=settings)
+        other_rows = prefills + num_prefixes(resized, config)
+        states = _all_snapshot_bytes(resized, config, mesh)
+        return memory.count(resized, slots // groups + other_rows).new + states
 
     def remedy(limit: float) -> list[str]:
-        fitting = []
+        remedies = []
         counts = range(1, rows + 1)
         most_rows = footprint.largest(counts, limit - states, lambda n: memory.count(row, n).new)
         if (most_slots := most_rows - prefills - prefixes) > 0:
-            fitting.append(f"slots={most_slots * groups}")
+            remedies.append(f"slots={most_slots * groups}")
         row_slots = row.settings.capacity
-        smaller = range(row_slots - CAPACITY_MULTIPLE, 0, -CAPACITY_MULTIPLE)
-        largest = next((n for n in smaller if needed(n) <= limit), 0)
-        if (tokens := largest - (row_slots - capacity)) > 1:
-            fitting.append(f"capacity={tokens}")
+        capacities = range(row_slots - CAPACITY_MULTIPLE, 0, -CAPACITY_MULTIPLE)
+        largest_row = next((n for n in capacities if needed(n) <= limit), 0)
+        if (tokens := largest_row - (row_slots - capacity)) > 1:
+            remedies.append(f"capacity={tokens}")
         if (most_prefixes := most_rows - prefills - slots // groups) >= 0:
-            fitting.append(f"prefix_bytes={most_prefixes * entry_bytes(row)}")
-        return fitting
+            remedies.append(f"prefix_bytes={most_prefixes * entry_bytes(row)}")
+        return remedies
 
     workload = (
         f"an engine with slots={slots} of capacity={capacity}, {prefills} rows for prefill and "

@@ -118,13 +118,13 @@ class PrefillRule:
         if not self.keeps_states:
             return ()
 
-        def at_most(tokens: int) -> int:
+        def last_boundary(tokens: int) -> int:
             return first + max(0, tokens - first) // self.chunk * self.chunk
 
-        last, fork = (at_most(self.last_state(length, n)) for n in (length, shared))
+        last, fork = (last_boundary(self.last_state(length, n)) for n in (length, shared))
         newest = sorted({*range(first, last, self.largest), last} - {first, fork})
-        others = SNAPSHOTS - 1 - (fork > first)
-        return tuple(sorted({*newest[-others:], fork} - {first}))
+        num_newest = SNAPSHOTS - 1 - (fork > first)
+        return tuple(sorted({*newest[-num_newest:], fork} - {first}))
 
     def piece(
         self, length: int, first: int, limit: int | None = None, kept: tuple[int, ...] = ()

@@ -73,10 +73,10 @@ class EngineSetup:
         chunk, stats_spec = self.row.settings.chunk, self.row.prefill_settings.stats_spec
         largest = self.config.prefill_chunk
         overlap = int(bool(stats_spec.layer_inputs))
-        stored = memory_check.num_prefixes(self.row, self.config) > 0
-        keeps_states = stored and any(self.row.target.recurrent)
-        reread = stats_spec.window, stats_spec.total, overlap
-        return PrefillRule(chunk, largest, *reread, keeps_states)
+        stores_prefixes = memory_check.num_prefixes(self.row, self.config) > 0
+        keeps_states = stores_prefixes and any(self.row.target.recurrent)
+        recomputed = stats_spec.window, stats_spec.total, overlap
+        return PrefillRule(chunk, largest, *recomputed, keeps_states)
 
     @functools.cached_property
     def kv_bytes(self) -> int:
@@ -109,7 +109,7 @@ def validated_row(
         )
     groups = _groups(mesh, config.slots)
     check_detokenization(target)
-    longest = np.zeros(config.capacity - config.max_tokens, np.int32)
+    longest_prompt = np.zeros(config.capacity - config.max_tokens, np.int32)
     params = SamplingParams(
         temperature=float(config.sampling), max_tokens=config.max_tokens, logprobs=config.logprobs
     )
@@ -121,18 +121,18 @@ def validated_row(
         backend=config.backend,
         mesh=mesh,
     )
-    row = validated_request(target, [longest] * groups, params, options)
-    bounded = config.max_stall_ms is not None
-    chunk = min(BOUNDED_CHUNK if bounded else CHUNK, config.prefill_chunk)
+    row = validated_request(target, [longest_prompt] * groups, params, options)
+    is_bounded = config.max_stall_ms is not None
+    chunk = min(BOUNDED_CHUNK if is_bounded else CHUNK, config.prefill_chunk)
     capacity = capacity_of(config.capacity, row.settings.shape.depth, chunk)
     row = dataclasses.replace(
         row,
         settings=dataclasses.replace(
             row.settings, capacity=capacity, chunk=chunk, replicated_rows=True
         ),
-        prompts=[longest],
+        prompts=[longest_prompt],
         params=row.params[:1],
-        rows=_rows(target, config, row.eos, longest[:0], SamplingParams(), capacity),
+        rows=_rows(target, config, row.eos, longest_prompt[:0], SamplingParams(), capacity),
     )
     config.check_drafter(row.drafter, row.settings.verifier)
     memory_check.check_prefixes(row, config)
@@ -158,12 +158,12 @@ def make_setup(
     with memory.explained(row):  # the drafter may make a copy of the target
         row = place(row, 1)
     memory_check.check(row, config)  # before arrays of all slots are made
-    divided = row.rows.limits.sharding
+    slot_sharding = row.rows.limits.sharding
     if mesh is not None:
-        divided = NamedSharding(factored(mesh), placement.ROWS)
+        slot_sharding = NamedSharding(factored(mesh), placement.ROWS)
 
     def repeated(x: jax.Array) -> jax.Array:
-        return global_arrays.put(jnp.broadcast_to(x, (config.slots, *x.shape[1:])), divided)
+        return global_arrays.put(jnp.broadcast_to(x, (config.slots, *x.shape[1:])), slot_sharding)
 
     all_rows = dataclasses.replace(
         row,
@@ -279,8 +279,8 @@ def _one_row(value: int) -> Int[np.ndarray, "1"]:
 def empty_state(setup: EngineSetup) -> DecodeState:
     """Returns the state of slots that are all free; allocates the caches."""
     slots = setup.slots
-    placed: Any = dict(rows=None, ended=None)
-    shapes = dataclasses.replace(Decoder(slots).state_shapes(), **placed)
+    omitted: Any = dict(rows=None, ended=None)
+    shapes = dataclasses.replace(Decoder(slots).state_shapes(), **omitted)
     ended = global_arrays.put(np.ones(setup.config.slots, bool), slots.rows.limits.sharding)
     rows = jax.tree.map(jnp.copy, slots.rows.without_prompts())  # programs donate the state
     return dataclasses.replace(_zeros(shapes), rows=rows, ended=ended)

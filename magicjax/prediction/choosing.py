@@ -141,8 +141,8 @@ class Choice:
 
         Sampled text would depend on times, and the times of several processes differ.
         """
-        several = isinstance(mesh, Mesh) and mesh.is_multi_process
-        return bool(self.times) and not sampled and not several
+        is_multi_process = isinstance(mesh, Mesh) and mesh.is_multi_process
+        return bool(self.times) and not sampled and not is_multi_process
 
     def run(
         self, decoder: Decoder, state: DecodeState, texts: Sequence[Text]
@@ -184,12 +184,12 @@ class Choice:
             f"{name}, depth {tree.depth}, {tree.shape.num_nodes} nodes: {speedup:.2f} x plain"
             for (name, tree), speedup in self.timed.items()
         )
-        off = ""
+        note = ""
         if self.drafter is None:
-            off = "plain decoding; the fastest drafter is "
+            note = "plain decoding; the fastest drafter is "
         elif self.tree == ROOT_ONLY and self.times:
-            off = f"plain decoding until {self.name} gains; the fastest drafter is "
-        return "\n".join([*lines, f"chosen: {off}{best}", *(f"slower: {x}" for x in others)])
+            note = f"plain decoding until {self.name} gains; the fastest drafter is "
+        return "\n".join([*lines, f"chosen: {note}{best}", *(f"slower: {x}" for x in others)])
 
 
 def choose_drafter(
@@ -279,7 +279,7 @@ def validated_candidates(
             f"drafter='auto' on a mesh of {jax.process_count()} processes, whose times differ: "
             "name a drafter"
         )
-    bound = upper_bounds(auto.profile)
+    upper_bound = upper_bounds(auto.profile)
     without_drafter = dataclasses.replace(options, drafter=None, verifier=None)
     plain = validated_request(target, prompts, params, without_drafter)
     requests, skipped = dict[str, Request](), dict[str, str]()
@@ -296,7 +296,7 @@ def validated_candidates(
                 raise
             skipped[text_of(drafter)] = str(error)
             continue
-        speedup = bound(request, auto.tree.depth)
+        speedup = upper_bound(request, auto.tree.depth)
         if speedup is not None and speedup < 1:
             reason = f"speedup at most {speedup:.2f} if all drafts are accepted"
             skipped[text_of(drafter)] = reason
@@ -346,8 +346,8 @@ def upper_bounds(
             candidate = make_candidate(request.drafter, sizes, device.dtype, ((1.0,),))
             candidate = dataclasses.replace(candidate, deepest=min(candidate.deepest, depth))
             machine = cost_model.Machine(device, settings.groups, devices // settings.groups)
-            where = machine, len(request.prompts), context
-            return planner.predictions(sizes, candidate, *where)[0].speedup
+            workload = machine, len(request.prompts), context
+            return planner.predictions(sizes, candidate, *workload)[0].speedup
         except ValueError:
             return None
 
@@ -359,7 +359,7 @@ def choose(candidates: Candidates) -> tuple[Choice, Decoder, PrefilledPrompts, f
 
     The seconds exclude compilation.
     """
-    plain, decoders = _placed(candidates)
+    plain, decoders = _place_candidates(candidates)
     trials, skipped = [], dict(candidates.skipped)
     for name, decoder in [*decoders.items()]:  # before the target's cache is allocated
         try:
@@ -376,11 +376,11 @@ def choose(candidates: Candidates) -> tuple[Choice, Decoder, PrefilledPrompts, f
             skipped[name] = "prefill's token ended all rows"
             continue
         (counted, seconds), prefilled = run_trial(decoder, prefilled)
-        (_, after), prefilled = run_trial(plain, prefilled)
+        (_, plain_after_s), prefilled = run_trial(plain, prefilled)
         # Other processes may slow the machine down at any time.
-        ratio = seconds / math.sqrt(plain_s * after)
+        ratio = seconds / math.sqrt(plain_s * plain_after_s)
         trials.append(trial_of(name, decoder.loop_settings.tree, counted, ratio))
-        plain_s = after
+        plain_s = plain_after_s
     trials.sort(key=lambda trial: -trial.best)
     finalists = _finalists(decoders, trials)
     timed, seconds_of, prefilled = time_trees(plain, decoders, finalists, prefilled)
@@ -407,7 +407,7 @@ def choose(candidates: Candidates) -> tuple[Choice, Decoder, PrefilledPrompts, f
     logger.info("%s", choice)
     seconds = time.perf_counter() - program_cache.totals()[1] - begin
     decoder = plain if choice.tree is None else decoders[choice.name]
-    return choice, _for_run(decoder, choice), prefilled, seconds
+    return choice, _run_decoder(decoder, choice), prefilled, seconds
 
 
 def _finalists(decoders: Mapping[str, Decoder], trials: Sequence[Trial]) -> Sequence[Trial]:
@@ -419,7 +419,7 @@ def _finalists(decoders: Mapping[str, Decoder], trials: Sequence[Trial]) -> Sequ
     return finalists if limit is None or needed <= limit else trials[:1]
 
 
-def _for_run(decoder: Decoder, choice: Choice) -> Decoder:
+def _run_decoder(decoder: Decoder, choice: Choice) -> Decoder:
     """Returns the decoder of a choice, whose states are as deep as the trees that may run."""
     settings, request = decoder.loop_settings, decoder.request
     if choice.tree is None or (choice.tree == settings.tree and not choice.times):
@@ -430,7 +430,7 @@ def _for_run(decoder: Decoder, choice: Choice) -> Decoder:
     return Decoder(request, settings.with_tree(choice.tree))
 
 
-def _placed(candidates: Candidates) -> tuple[Decoder, dict[str, Decoder]]:
+def _place_candidates(candidates: Candidates) -> tuple[Decoder, dict[str, Decoder]]:
     """Returns (the decoder without a drafter, those with one) on the devices.
 
     The target is loaded once. Their states have the same shapes, those of the largest.
@@ -469,7 +469,7 @@ def start(
     if isinstance(options.tree, str) and options.tree == "auto":
         options = _with_one_drafter(target, options)
     if isinstance(options.drafter, Choice):
-        return Started(_reused(target, prompts, params, options), choice=options.drafter)
+        return Started(_reused_decoder(target, prompts, params, options), choice=options.drafter)
     candidates = validated_candidates(target, prompts, params, options)
     choice, decoder, prefilled, search_s = choose(candidates)
     decoder = dataclasses.replace(decoder, clock=Clock(prefill_s=prefilled.seconds))
@@ -491,7 +491,7 @@ def _with_one_drafter(target: Model, options: RequestOptions) -> RequestOptions:
     return dataclasses.replace(options, drafter=for_tree(drafter), tree=None)
 
 
-def _reused(
+def _reused_decoder(
     target: Model,
     prompts: Any,
     params: SamplingParams | Sequence[SamplingParams],
@@ -503,8 +503,8 @@ def _reused(
         raise ValueError("a Choice has its own tree: omit tree")
     all_params = [params] if isinstance(params, SamplingParams) else params
     adapts = choice.adapts(not all(each.greedy for each in all_params), options.mesh)
-    waits = choice.tree == ROOT_ONLY and bool(choice.times)  # for a lookup to gain
-    if choice.drafter is None or (waits and not adapts):  # a verifier is for drafters
+    waits_for_lookup = choice.tree == ROOT_ONLY and bool(choice.times)
+    if choice.drafter is None or (waits_for_lookup and not adapts):  # a verifier is for drafters
         options = dataclasses.replace(options, drafter=None, verifier=None)
         return Decoder(prepare(target, prompts, params, options))
     tree = chain(max(choice.times)) if adapts else choice.tree
