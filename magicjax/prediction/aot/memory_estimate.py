@@ -62,23 +62,25 @@ def count(workload: AotWorkload) -> MemoryEstimate:
       ValueError: the workload is invalid, or its sizes do not divide over the mesh.
     """
     request = abstract_request(workload, abstract_mesh(*workload.mesh_size))
-    counted, target = memory.count(request), request.target
+    resident, target = memory.count(request), request.target
     state = part_bytes(Decoder(request).state_shapes())
     prompts = part_bytes((request.rows.tokens, request.rows.lengths, request.rows.limits))
     rows, nodes = local_rows(request), request.settings.shape.num_nodes
     tokens = rows * request.settings.chunk
     drafts = [small.model for small in _small_models(request)]
-    reading = max((_activations(draft, request, tokens, 1) for draft in drafts), default=0)
-    limited = [small.model for small in _small_models(request) if small.sink_positions == "text"]
+    prompt_reading = max((_activations(draft, request, tokens, 1) for draft in drafts), default=0)
+    full_context = [
+        small.model for small in _small_models(request) if small.sink_positions == "text"
+    ]
     return MemoryEstimate(
         request=request,
-        footprint=counted,
-        rest=state - counted.target_kv - counted.draft_kv + prompts,
+        footprint=resident,
+        rest=state - resident.target_kv - resident.draft_kv + prompts,
         host=part_bytes(target.layout),
         prefill=_activations(target, request, tokens, 1),
-        init=_full_prefill_bytes(request, request.settings.capacity) + reading,
+        init=_full_prefill_bytes(request, request.settings.capacity) + prompt_reading,
         decode=_activations(target, request, rows * nodes, nodes),
-        positions=min(model.config.max_positions for model in (target, *limited)),
+        positions=min(model.config.max_positions for model in (target, *full_context)),
     )
 
 
@@ -114,22 +116,22 @@ def _activations(model: Model, request: Request, tokens: int, logits: int) -> in
     c, mesh = model.config, request.settings.mesh
     assert mesh is not None  # `abstract_request` sets it
     split = placement.split_of(c, model.shards, mesh)
-    item = model.dtype.itemsize
-    hidden = c.hidden_size * (4 * item + FLOAT32)
+    itemsize = model.dtype.itemsize
+    hidden = c.hidden_size * (4 * itemsize + FLOAT32)
     widest = max(c.of_layer(layer).intermediate_size for layer in range(c.num_layers))
-    mlp = item * 3 * widest // split.shards
-    largest = model.kv_head_dims[-1]
-    attention = (2 * item + 2 * FLOAT32) * c.num_heads * largest // split.shards
+    mlp = itemsize * 3 * widest // split.shards
+    head_dim = model.kv_head_dims[-1]
+    attention = (2 * itemsize + 2 * FLOAT32) * c.num_heads * head_dim // split.shards
     if request.settings.backend == "xla":
         slots = min(BLOCK, request.settings.capacity)
         attention += SCORES * FLOAT32 * slots * c.num_heads // split.shards
     layers = [layer for layer, has_kv in enumerate(model.has_kv) if has_kv]
-    new = sum(model.slot_bytes(layer) for layer in layers) // split.kv_shards
-    new += item * c.num_layers * (c.layer_input_size or 0)
+    kv_bytes = sum(model.slot_bytes(layer) for layer in layers) // split.kv_shards
+    kv_bytes += itemsize * c.num_layers * (c.layer_input_size or 0)
     if model.layout.stages > 1:  # of a stage, for all rows and one more micro-batch
         micro_batches = model.layout.micro_batches
-        new = new * (micro_batches + 1) // (micro_batches * model.layout.stages)
+        kv_bytes = kv_bytes * (micro_batches + 1) // (micro_batches * model.layout.stages)
         hidden, mlp, attention = (x // micro_batches for x in (hidden, mlp, attention))
-        hidden += c.hidden_size * item * (micro_batches + 1) // micro_batches
+        hidden += c.hidden_size * itemsize * (micro_batches + 1) // micro_batches
     logit_bytes = 2 * FLOAT32 * local_rows(request) * logits * c.vocab_size // split.shards
-    return tokens * (hidden + max(mlp, attention) + new) + logit_bytes
+    return tokens * (hidden + max(mlp, attention) + kv_bytes) + logit_bytes

@@ -138,17 +138,20 @@ def topology_mesh(device: str, size: MeshSize) -> Mesh:
     count = size.devices
     if is_tpu(device):
         tpu = TPUS[device.lower()]
-        enough = [devices for devices in tpu.shapes if devices >= count]
-        if not enough:
+        sufficient = [devices for devices in tpu.shapes if devices >= count]
+        if not sufficient:
             raise ValueError(
                 f"a mesh of {count} {device} is not supported: use at most {max(tpu.shapes)}"
             )
-        named = {"platform": "tpu", "topology_name": f"{tpu.prefix}:{tpu.shapes[min(enough)]}"}
+        topology_options = {
+            "platform": "tpu",
+            "topology_name": f"{tpu.prefix}:{tpu.shapes[min(sufficient)]}",
+        }
     else:
-        named = {"platform": "cuda", "topology": f"1x1x{count}"}
-        named["target_config"] = description(device)
+        topology_options = {"platform": "cuda", "topology": f"1x1x{count}"}
+        topology_options["target_config"] = description(device)
     try:
-        topology = topologies.get_topology_desc(**named)
+        topology = topologies.get_topology_desc(**topology_options)
     except (NotImplementedError, RuntimeError, ImportError) as error:  # no plugin for the platform
         raise ValueError(
             f"the compiler for {device} is not available: {error}; `magicjax fit` downloads it"

@@ -56,9 +56,10 @@ class Draft:
     def slot_bytes(self) -> float:
         """The bytes that a draft step moves for each slot of a row."""
         assert self.sizes is not None, "prompt lookup runs no model"
-        moved = GATHERED if self.page_size is not None else 1
-        reads_own = self.budget is None or self.page_size is not None
-        return moved * (self.sizes.kv_bytes if reads_own else self.sizes.slot_bytes(self.bits))
+        copies = GATHERED if self.page_size is not None else 1
+        uses_full_cache = self.budget is None or self.page_size is not None
+        size = self.sizes.kv_bytes if uses_full_cache else self.sizes.slot_bytes(self.bits)
+        return copies * size
 
     def machine(self, machine: Machine) -> Machine:
         """Returns the target's devices, or as many of them as the draft's KV heads allow."""
@@ -114,9 +115,9 @@ def seconds(parts: Mapping[str, Work], device: Device) -> dict[str, float]:
     }
     if HOST in parts:
         layers = sum(work.layers for work in parts.values())
-        fetching = parts[HOST].fetched / device.reached_host_link / layers
-        computing = sum(times[name] for name in BLOCKS) / layers if device.overlaps_fetch else 0.0
-        times[HOST] = fetching + (layers - 1) * max(0.0, fetching - computing)
+        fetch_s = parts[HOST].fetched / device.reached_host_link / layers
+        compute_s = sum(times[name] for name in BLOCKS) / layers if device.overlaps_fetch else 0.0
+        times[HOST] = fetch_s + (layers - 1) * max(0.0, fetch_s - compute_s)
     return times
 
 
@@ -138,9 +139,9 @@ def draft_step(
     """
     if draft.sizes is None:
         return {}
-    step = batch, draft.slots(context), width
-    timed = dataclasses.replace(draft, bits=None).slot_bytes
-    return _step(DRAFT, draft.sizes, draft.machine(machine), *step, draft.slot_bytes, timed)
+    shape = batch, draft.slots(context), width
+    timed_bytes = dataclasses.replace(draft, bits=None).slot_bytes
+    return _step(DRAFT, draft.sizes, draft.machine(machine), *shape, draft.slot_bytes, timed_bytes)
 
 
 def choice_seconds(draft: Draft, machine: Machine, batch: int, context: int) -> float:

@@ -94,8 +94,8 @@ class Sizes:
         streamed = "-streamed" * self.streamed
         full = f"-full-{self.full_layers}-{self.full_kv_heads}-{self.full_head_dim}"
         full *= bool(self.full_layers)
-        rest = quantized, windows, mixture, cache, norms, full, states, streamed
-        return "-".join(map(str, numbers)) + "".join(rest)
+        suffixes = quantized, windows, mixture, cache, norms, full, states, streamed
+        return "-".join(map(str, numbers)) + "".join(suffixes)
 
     def with_layers(self, count: int) -> "Sizes":
         """Returns the sizes of a model of `count` of the layers."""
@@ -122,20 +122,20 @@ class Sizes:
     @property
     def kv_heads(self) -> int:
         """The number of KV heads of all layers."""
-        others = self.slot_layers - self.full_layers
-        return others * self.num_kv_heads + self.full_layers * self.full_kv_heads
+        uniform_layers = self.slot_layers - self.full_layers
+        return uniform_layers * self.num_kv_heads + self.full_layers * self.full_kv_heads
 
     @property
     def key_elements(self) -> int:
         """The elements of a token's keys in all layers."""
-        others = self.slot_layers - self.full_layers
+        uniform_layers = self.slot_layers - self.full_layers
         full = self.full_layers * self.full_kv_heads * self.full_head_dim
-        return others * self.num_kv_heads * self.head_dim + full
+        return uniform_layers * self.num_kv_heads * self.head_dim + full
 
     def score_products(self, slots: float, nodes: int) -> float:
         """Returns the products of a new token's queries with keys, in all layers."""
-        others = self.slot_layers - self.full_layers
-        width = others * self.head_dim + self.full_layers * self.full_head_dim
+        uniform_layers = self.slot_layers - self.full_layers
+        width = uniform_layers * self.head_dim + self.full_layers * self.full_head_dim
         saved = max(0, slots - self.window) * self.windowed_layers * self.head_dim
         return self.num_heads * (width * (slots + nodes) - saved)
 
@@ -206,7 +206,7 @@ def sizes_of(
     """
     module = models.build(config, dtype, weights)
     params = nn.meta.unbox(models.abstract_params(module))
-    counted = dict.fromkeys(("attention", "mlp", "unembedding", "small", "tables"), 0)
+    elements_of = dict.fromkeys(("attention", "mlp", "unembedding", "small", "tables"), 0)
     output = "embedding" if config.tie_embeddings else "unembedding"
     matrix_bytes = output_bytes = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -216,21 +216,21 @@ def sizes_of(
         if isinstance(matrix_format, str):
             elements = FORMATS[matrix_format].elements(leaf.shape)
         if keys[-1] == output:
-            counted["unembedding"] += elements
+            elements_of["unembedding"] += elements
             output_bytes += array_bytes(leaf.shape, leaf.dtype)
         elif keys[-1] in ("embedding", "position_embedding", "layer_embedding", "vocab_map"):
-            counted["tables"] += elements
+            elements_of["tables"] += elements
         elif keys[-1] == "weight":
-            whole = keys[-3] in ("attention", "delta_net", "shared")
-            counted["attention" if whole else "mlp"] += elements
+            is_dense = keys[-3] in ("attention", "delta_net", "shared")
+            elements_of["attention" if is_dense else "mlp"] += elements
             matrix_bytes += array_bytes(leaf.shape, leaf.dtype)
         elif keys[-1] in ("scale", "zero") and len(leaf.shape) > 1:  # a norm's scale is a vector
             matrix_bytes += array_bytes(leaf.shape, leaf.dtype)
         else:
-            counted["small"] += leaf.size
+            elements_of["small"] += leaf.size
     layers = [config.of_layer(layer) for layer in range(config.num_layers)]
     heads = config.num_kv_heads, config.kv_head_dim
-    other = [layer for layer in layers if (layer.num_kv_heads, layer.kv_head_dim) != heads]
+    full_layers = [layer for layer in layers if (layer.num_kv_heads, layer.kv_head_dim) != heads]
     return Sizes(
         name=name,
         num_layers=config.num_layers,
@@ -240,9 +240,9 @@ def sizes_of(
         head_dim=config.kv_head_dim,
         vocab_size=config.output_rows,
         itemsize=module.dtype.itemsize,
-        matrix_itemsize=matrix_bytes / (counted["attention"] + counted["mlp"]),
+        matrix_itemsize=matrix_bytes / (elements_of["attention"] + elements_of["mlp"]),
         output_itemsize=(
-            output_bytes / counted["unembedding"] if output_bytes else module.dtype.itemsize
+            output_bytes / elements_of["unembedding"] if output_bytes else module.dtype.itemsize
         ),
         streamed=offload,
         window=config.sliding_window or 0,
@@ -251,12 +251,12 @@ def sizes_of(
         experts_per_token=config.experts_per_token,
         kv_bits=kv_bits,
         joint_norms=getattr(config, "joint_qk_norm", False),
-        full_layers=len(other),
-        full_kv_heads=other[0].num_kv_heads if other else 0,
-        full_head_dim=other[0].kv_head_dim if other else 0,
+        full_layers=len(full_layers),
+        full_kv_heads=full_layers[0].num_kv_heads if full_layers else 0,
+        full_head_dim=full_layers[0].kv_head_dim if full_layers else 0,
         state_layers=sum(config.linear),
         state_bytes=config.state_bytes(module.dtype.itemsize),
-        **counted,
+        **elements_of,
     )
 
 
@@ -319,17 +319,21 @@ def pass_parts(
     scores = sizes.score_products(slots, nodes)
     slots = sizes.slots_per_layer(slots)
 
-    def linear(elements: float, itemsize: float, small: int = 0, used: float | None = None) -> Work:
-        moved = itemsize * elements + sizes.itemsize * small
-        return Work(bytes=moved / g, flops=2 * (elements if used is None else used) * padded / g)
+    def matrix_work(
+        elements: float, itemsize: float, small: int = 0, used: float | None = None
+    ) -> Work:
+        num_bytes = itemsize * elements + sizes.itemsize * small
+        used = elements if used is None else used
+        return Work(bytes=num_bytes / g, flops=2 * used * padded / g)
 
     hidden = tokens * sizes.hidden_size * sizes.itemsize
     messages = 2 * sizes.num_layers if g > 1 else 0
-    of_norms = messages * sizes.joint_norms  # of a number for each token
+    norm_messages = messages * sizes.joint_norms  # of a number for each token
+    sent = messages * 2 * (g - 1) / g * hidden
     fetched = {HOST: Work(fetched=sizes.streamed_bytes / g)} if sizes.streamed else {}
     return {
-        "projections": linear(sizes.attention, sizes.matrix_itemsize),
-        "MLP": linear(
+        "projections": matrix_work(sizes.attention, sizes.matrix_itemsize),
+        "MLP": matrix_work(
             sizes.mlp * sizes.active_share(tokens),
             sizes.matrix_itemsize,
             sizes.small,
@@ -340,11 +344,11 @@ def pass_parts(
             + 2 * rows * sizes.state_bytes / g,  # read and written
             flops=4 * padded * scores / g,
         ),
-        "logits": linear(sizes.unembedding, sizes.output_itemsize),
+        "logits": matrix_work(sizes.unembedding, sizes.output_itemsize),
         "selection": Work(
             bytes=LOGIT_PASSES * LOGIT_BYTES * tokens * sizes.vocab_size / g, messages=int(g > 1)
         ),
-        "collectives": Work(messages=messages + of_norms, sent=messages * 2 * (g - 1) / g * hidden),
+        "collectives": Work(messages=messages + norm_messages, sent=sent),
         "overhead": Work(layers=sizes.num_layers),
         **fetched,
     }
