@@ -58,11 +58,11 @@ def snapshot(source: str, weights: bool) -> pathlib.Path:
     """
     name, _, revision = source.partition("@")
     directory = _download(name, revision, [*SMALL, WEIGHTS] if weights else [*SMALL])
-    named = {*weight_map(directory).values()} if weights else set()
-    if others := sorted(file for file in named if not (directory / file).is_file()):
+    weight_files = {*weight_map(directory).values()} if weights else set()
+    if others := sorted(file for file in weight_files if not (directory / file).is_file()):
         directory = _download(name, revision, others)
     has_config = (directory / "config.json").is_file()
-    has_weights = not weights or named or any(directory.glob(WEIGHTS))
+    has_weights = not weights or weight_files or any(directory.glob(WEIGHTS))
     if (has_config and has_weights) or (directory / ADAPTER).is_file():
         return directory  # `models` says that an adapter is not a model
     missing = WEIGHTS if has_config else "config.json"
@@ -99,7 +99,7 @@ def gguf_file(source: str) -> pathlib.Path:
 
     repository, _, wanted = source.partition(":")
     name, _, revision = repository.partition("@")
-    file = _chosen(source, wanted, *_gguf_files(name, revision, source))
+    file = _matching_file(source, wanted, *_gguf_files(name, revision, source))
     with _clear_errors(source):
         return pathlib.Path(huggingface_hub.hf_hub_download(name, file, revision=revision or None))
 
@@ -162,7 +162,7 @@ def _gguf_files(name: str, revision: str, source: str = "") -> tuple[list[str], 
     return sorted(file for file in files if file.lower().endswith(".gguf")), is_cached
 
 
-def _chosen(source: str, wanted: str, files: Sequence[str], is_cached: bool) -> str:
+def _matching_file(source: str, wanted: str, files: Sequence[str], is_cached: bool) -> str:
     """Returns the file that a source wants; raises ValueError unless it is one."""
     from huggingface_hub import constants
 

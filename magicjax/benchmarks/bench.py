@@ -134,10 +134,10 @@ def make_setup(
     """
     try:
         target = load(options.target, dtype=options.dtype, weights=options.weights)
-        best = None  # the default: mosaic does not support windows and capped scores
+        default_backend = None  # the default: mosaic does not support windows and capped scores
         if not any(target.windows) and softcap_of(target.config) is None:
-            best = best_backend(target.dtype, target.kv_head_dims[-1], jax.devices()[0])
-        setup = Setup(target, options.backend or best, options.new_tokens)
+            default_backend = best_backend(target.dtype, target.kv_head_dims[-1], jax.devices()[0])
+        setup = Setup(target, options.backend or default_backend, options.new_tokens)
         longest = max(setup.new_tokens, new_tokens(nodes))
         for context in contexts:
             synthetic_request(
@@ -164,10 +164,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{device.device_kind}, jax {jax.__version__}, attention {setup.backend}, reads "
         f"{read / 1e9:.1f} GB/s, copies {copy / 1e9:.1f} GB/s"
     )
-    about = {"device": device.device_kind, "jax": jax.__version__, "target": options.target}
-    about |= {"dtype": options.dtype, "weights": str(setup.target.weights or "")}
-    about |= {"backend": setup.backend, "new_tokens": setup.new_tokens}
-    about |= {"read_bandwidth": read, "copy_bandwidth": copy, "bandwidth": max(read, copy)}
+    metadata = {"device": device.device_kind, "jax": jax.__version__, "target": options.target}
+    metadata |= {"dtype": options.dtype, "weights": str(setup.target.weights or "")}
+    metadata |= {"backend": setup.backend, "new_tokens": setup.new_tokens}
+    metadata |= {"read_bandwidth": read, "copy_bandwidth": copy, "bandwidth": max(read, copy)}
     rows: list[dict[str, Any]] = []
 
     def record(shape: tuple[int, int], records: Iterator[dict[str, Any]]) -> None:
@@ -175,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for row in records:
             rows.append(dict(zip(("batch", "context"), shape, strict=True)) | row)
             if options.out:  # after every row, so that an interrupted run keeps its results
-                write_json(options.out, about | {"rows": rows})
+                write_json(options.out, metadata | {"rows": rows})
         print("\n" + record_table(rows[first:]), flush=True)
 
     for shape in shapes:

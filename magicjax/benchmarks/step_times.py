@@ -52,8 +52,8 @@ def step_times(
     nodes = sorted({*nodes, *(gamma + 1 for _, gamma in drafters.values())})
     deepest = chain(nodes[-1] - 1)
     setup = dataclasses.replace(setup, new_tokens=new_tokens(nodes[-1]))
-    free = synthetic.Synthetic(None, jnp.zeros((batch, 1), jnp.int32), jnp.float32(1))
-    request = synthetic.synthetic_request(setup, batch, context, free, deepest)
+    free_drafter = synthetic.Synthetic(None, jnp.zeros((batch, 1), jnp.int32), jnp.float32(1))
+    request = synthetic.synthetic_request(setup, batch, context, free_drafter, deepest)
     plain = dataclasses.replace(request, drafter=None)
     decoders: dict[Any, Decoder] = {1: Decoder(plain, request.settings.with_tree(ROOT_ONLY))}
     decoders |= {n: Decoder(request, request.settings.with_tree(chain(n - 1))) for n in nodes}
@@ -67,13 +67,13 @@ def step_times(
     measured, _ = time_interleaved([*decoders.values()], state, drafter_states, repeats)
     times = dict(zip(decoders, measured, strict=True))
     rounds = {key: times["draft", key] for key in drafters}
-    levels = {
+    level_times = {
         key: np.subtract(rounds[key], times[gamma + 1]) / gamma
         for key, (_, gamma) in drafters.items()
     }
     return StepTimes(
         passes={n: statistics.median(times[n]) for n in (1, *nodes)},
-        drafts={key: float(np.median(seconds)) for key, seconds in levels.items()},
+        drafts={key: float(np.median(seconds)) for key, seconds in level_times.items()},
         rounds={key: statistics.median(seconds) for key, seconds in rounds.items()},
     )
 

@@ -65,23 +65,23 @@ class Synthetic(Drafter):
         return self.inner.prefill(target, tokens, cache, stats, settings, previous)
 
     def propose(self, target, state, root, cache, sampling, settings) -> tuple[Proposal, Any]:
-        draft, dropped = None, root[:, None]
+        draft, draft_tokens = None, root[:, None]
         if self.inner is not None:
             proposal, draft = self.inner.propose(target, state, root, cache, sampling, settings)
-            dropped = proposal.tokens
+            draft_tokens = proposal.tokens
         gamma = settings.tree.depth
         positions = cache.lengths[:, None] + 1 + jnp.arange(gamma)
         positions = jnp.minimum(positions, self.text.shape[1] - 1)
-        following = jnp.take_along_axis(self.text, positions, axis=1)
+        continuation = jnp.take_along_axis(self.text, positions, axis=1)
         # One number for each row and position, whichever rounds lead there.
         key = jax.random.key(0, impl="threefry2x32")
         draw = jax.vmap(jax.vmap(lambda r, p: jax.random.uniform(_fold(key, r, p)), (None, 0)))
         rate = jnp.broadcast_to(self.rate, self.text.shape[1:])[positions]
-        right = draw(jnp.arange(positions.shape[0]), positions) < rate
+        is_correct = draw(jnp.arange(positions.shape[0]), positions) < rate
         vocabulary = target.config.vocab_size
-        tokens = jnp.where(right, following, (following + 1) % vocabulary)
+        tokens = jnp.where(is_correct, continuation, (continuation + 1) % vocabulary)
         # Always 0, but the compiler cannot prove it and so must run the draft.
-        zero = jnp.minimum(dropped.min(1, keepdims=True), 0)
+        zero = jnp.minimum(draft_tokens.min(1, keepdims=True), 0)
         tokens = jnp.concatenate([root[:, None], tokens + zero], axis=1)
         return Proposal(tokens, settings.tree.array), draft
 

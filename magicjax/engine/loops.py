@@ -73,8 +73,8 @@ class Loops:
         drafter, settings = request.drafter, self.settings[mode]
         is_plain = settings.shape.num_nodes == 1
         without_drafter = is_plain and drafter is not None and drafter.can_be_disabled
-        some = None if rows == len(request.prompts) else rows
-        settings = dataclasses.replace(settings, rows=some)
+        first_rows = None if rows == len(request.prompts) else rows
+        settings = dataclasses.replace(settings, rows=first_rows)
         return Decoder(request, settings, without_drafter, clock, self._programs)
 
     def time_rounds(self, setup: EngineSetup, state: DecodeState) -> DecodeState:
@@ -142,9 +142,9 @@ def modes_of(request: Request, adaptive: bool) -> dict[Mode, Settings]:
     if drafter is None:
         return {PLAIN: settings}
     names = names_of(drafter)
-    whole = Mode(" + ".join(names), settings.shape.depth)
+    full_mode = Mode(" + ".join(names), settings.shape.depth)
     if not adaptive:
-        return {whole: settings}
+        return {full_mode: settings}
     if not isinstance(drafter, Ensemble):
         whole_tree_only = isinstance(drafter, Cascade) and drafter.first_tree is not None
         trees_of_modes = [settings.tree] if whole_tree_only else _depths(settings.tree)
@@ -157,7 +157,7 @@ def modes_of(request: Request, adaptive: bool) -> dict[Mode, Settings]:
         for tree in _depths(member_trees[i]):
             mode = Mode(name, drafter.drafters[i].shape(tree).depth)
             trees[mode] = [tree if j == i else ROOT_ONLY for j in range(len(member_trees))]
-    trees[whole] = member_trees
+    trees[full_mode] = member_trees
     return {
         mode: settings.with_member_trees(
             tuple(each), drafter.shape_of(list(zip(drafter.drafters, each, strict=True)))

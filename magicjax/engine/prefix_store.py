@@ -160,16 +160,16 @@ class PrefixStore:
         if not self.max_entries:
             return None, 0
         self.lookups += 1
-        best, common = self._longest_match(tokens)
+        best, reused = self._longest_match(tokens)
         if best is None:
             return None, 0
-        common = min(common, len(tokens) - 1)
+        reused = min(reused, len(tokens) - 1)
         self.hits += 1
         self.host_hits += best.on_host
-        self.reused_tokens += common
+        self.reused_tokens += reused
         best = self._touch(best)
-        row = best.row if not best.cache.states else best.from_state(self.rule.first(common))
-        return jax.tree.map(jnp.copy, row), common
+        row = best.row if not best.cache.states else best.from_state(self.rule.first(reused))
+        return jax.tree.map(jnp.copy, row), reused
 
     def match(self, tokens: Int[np.ndarray, "T"]) -> int:
         """Returns how many first tokens a text has from an entry; 0 if too few."""

@@ -340,8 +340,8 @@ def _as_api_error(
         hint = did_you_mean(name, fields) or f"; supported are {', '.join(fields)}"
         message = f"unknown field {shown(path)}{hint}"
         return ApiError(400, message, param=param, code="unknown_parameter")
-    wrong = f"{path} is missing" if value is _MISSING else f"{path}={shown(value)}"
-    return ApiError(400, f"{wrong}: it must be {fields[name].description}", param=param)
+    problem = f"{path} is missing" if value is _MISSING else f"{path}={shown(value)}"
+    return ApiError(400, f"{problem}: it must be {fields[name].description}", param=param)
 
 
 def _steps(location: Sequence[str | int], body_class: Any, value: Any) -> list[_Step]:
@@ -369,5 +369,5 @@ def _fields_of(annotation: Any) -> dict[str, FieldInfo]:
     """Returns the fields of the objects that a type allows, by their names in bodies."""
     if isinstance(annotation, type) and issubclass(annotation, _Object):
         return {field.alias or name: field for name, field in annotation.model_fields.items()}
-    inner = map(_fields_of, typing.get_args(annotation))
-    return {name: field for fields in inner for name, field in fields.items()}
+    members = map(_fields_of, typing.get_args(annotation))
+    return {name: field for fields in members for name, field in fields.items()}

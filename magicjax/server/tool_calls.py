@@ -104,8 +104,8 @@ class Tools:
                 _check_parameters(function)  # with an error that names the function
             raise
         has_free_text = not self.required and content is None and self.format.end
-        free = self.format.begin if has_free_text else ""
-        return dataclasses.replace(grammar, free_until=free)
+        free_until = self.format.begin if has_free_text else ""
+        return dataclasses.replace(grammar, free_until=free_until)
 
     def _rules(self, has_answer: bool) -> str:
         """Returns the rules of the grammar; with `has_answer`, those of other texts are given."""

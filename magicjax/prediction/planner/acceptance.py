@@ -115,13 +115,13 @@ def _at(rows: Sequence[Measured], context: int) -> tuple[Table, str]:
     tables = _same_shape([row.acceptance for row in rows])
     if context in contexts:
         return tables[contexts.index(context)], f"measured at {context}"
-    right = int(np.searchsorted(contexts, context))
-    if right in (0, len(contexts)):
-        nearest = min(right, len(contexts) - 1)
+    index = int(np.searchsorted(contexts, context))
+    if index in (0, len(contexts)):
+        nearest = min(index, len(contexts) - 1)
         return tables[nearest], f"measured at {contexts[nearest]}, the nearest context"
-    low, high = contexts[right - 1], contexts[right]
-    share = math.log(context / low) / math.log(high / low)
-    table = (1 - share) * tables[right - 1] + share * tables[right]
+    low, high = contexts[index - 1], contexts[index]
+    fraction = math.log(context / low) / math.log(high / low)
+    table = (1 - fraction) * tables[index - 1] + fraction * tables[index]
     return table, f"interpolated between {low} and {high}"
 
 
