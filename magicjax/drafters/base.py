@@ -326,8 +326,8 @@ def commit_checked(
 
 
 def _described(x: Any) -> str:
-    kind = jax.typeof(x)
-    return f"{kind.dtype}{list(kind.shape)}"
+    aval = jax.typeof(x)
+    return f"{aval.dtype}{list(aval.shape)}"
 
 
 def with_length(state: Any, length: int) -> Any:

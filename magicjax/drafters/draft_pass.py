@@ -128,11 +128,12 @@ class DraftContext:
 
     def over_target(self, probs: Float[Array, "B T R"]) -> Float[Array, "B T V"]:
         """Returns probabilities of the target's tokens, given those of the draft vocabulary."""
-        own, size = self.model.config.vocab_size, self.target.config.vocab_size
-        axes, probs = self.model.split.axes, self.model.over_tokens(probs)
-        if own != size:
-            probs, axes = collectives.all_gather(probs, axes)[..., :size], ()
-            missing = max(0, size - own)
+        draft_size, target_size = self.model.config.vocab_size, self.target.config.vocab_size
+        axes = self.model.split.axes
+        probs = self.model.over_tokens(probs)
+        if draft_size != target_size:
+            probs, axes = collectives.all_gather(probs, axes)[..., :target_size], ()
+            missing = max(0, target_size - draft_size)
             probs = jnp.pad(probs, [(0, 0)] * (probs.ndim - 1) + [(0, missing)])
         return collectives.local_slice(probs, axes, self.target.split.axes)
 
@@ -176,16 +177,16 @@ def embed_for(
     head: Model, target: Model, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]
 ) -> Float[Array, "B T E"]:
     """Returns the embeddings that a learned head reads: its own if it has any, or the target's."""
-    owner = head if head.config.own_embedding else target  # type: ignore[attr-defined]
-    return owner.embed(tokens, positions).astype(head.dtype)
+    embedder = head if head.config.own_embedding else target  # type: ignore[attr-defined]
+    return embedder.embed(tokens, positions).astype(head.dtype)
 
 
-def check_width(tree: Tree, vocab: int, of: str = "vocabulary") -> None:
+def check_width(tree: Tree, vocab_size: int, name: str = "vocabulary") -> None:
     """Raises ValueError if a node has more children than there are tokens."""
-    if tree.width > vocab:
+    if tree.width > vocab_size:
         raise ValueError(
-            f"a node has {tree.width} children and the {of} {vocab} tokens: "
-            f"give each node at most {vocab}"
+            f"a node has {tree.width} children and the {name} {vocab_size} tokens: "
+            f"give each node at most {vocab_size}"
         )
 
 
@@ -211,10 +212,10 @@ def see_backlog(backlog: Backlog | None, mask: Bool[Array, "*B T N"]) -> Bool[Ar
     if backlog is None:
         return mask
     batch, size = backlog.tokens.shape
-    live = jnp.arange(size) < backlog.count[:, None]
+    visible = jnp.arange(size) < backlog.count[:, None]
     mask = jnp.broadcast_to(mask, (batch, *mask.shape[-2:]))
-    live = jnp.broadcast_to(live[:, None], (*mask.shape[:2], size))
-    return jnp.concatenate([mask, live], -1)
+    visible = jnp.broadcast_to(visible[:, None], (*mask.shape[:2], size))
+    return jnp.concatenate([mask, visible], -1)
 
 
 def run_root(context: DraftContext, kv: KV, nodes: int) -> tuple[Array, KV]:
@@ -240,15 +241,16 @@ def run_root(context: DraftContext, kv: KV, nodes: int) -> tuple[Array, KV]:
         return context.run(context.root[:, None], position, attend, context.feature)
     batch, size = backlog.tokens.shape
     steps = jnp.arange(size)
-    chain = jnp.concatenate([jnp.zeros((size, nodes), bool), steps <= steps[:, None]], 1)
-    root = see_backlog(backlog, (jnp.arange(nodes) == 0)[None])
-    mask = jnp.concatenate([jnp.broadcast_to(chain, (batch, *chain.shape)), root], 1)
+    chain_mask = jnp.concatenate([jnp.zeros((size, nodes), bool), steps <= steps[:, None]], 1)
+    chain_mask = jnp.broadcast_to(chain_mask, (batch, *chain_mask.shape))
+    root_mask = see_backlog(backlog, (jnp.arange(nodes) == 0)[None])
+    mask = jnp.concatenate([chain_mask, root_mask], 1)
     tokens = jnp.concatenate([backlog.tokens, context.root[:, None]], 1)
     offsets = jnp.concatenate([steps - backlog.count[:, None], jnp.zeros((batch, 1), jnp.int32)], 1)
     positions = jnp.clip(position + offsets, 0, position)  # padding too stays a valid position
     entries = jnp.concatenate([nodes + steps, jnp.zeros(1, jnp.int32)])
     attend = AttendLevel(context.cache, kv, entries, mask, context.backend, positions=positions)
-    known = steps < backlog.count[:, None]
-    live = jnp.concatenate([known, jnp.ones((batch, 1), bool)], 1)
+    in_backlog = steps < backlog.count[:, None]
+    live = jnp.concatenate([in_backlog, jnp.ones((batch, 1), bool)], 1)
     hidden, kv = context.run(tokens, positions, attend, None, live)
     return hidden[:, -1:], kv

@@ -54,20 +54,20 @@ class _Candidates:
 def draft_dynamic_tree(context: DraftContext, tree: DynamicTree) -> tuple[Proposal, DraftedKV]:
     """Returns a tree for each row, and the R = 1 + (D - 1) * W entries and those of the backlog."""
     batch, width = context.root.shape[0], tree.width
-    least = np.log(tree.min_prob) if tree.min_prob else -np.inf
+    min_score = np.log(tree.min_prob) if tree.min_prob else -np.inf
     entries = 1 + (tree.depth - 1) * width
     candidates, drafted, outputs = _run_root(context, tree, entries)
-    itself = jnp.eye(entries, dtype=bool)
+    identity = jnp.eye(entries, dtype=bool)
     # Which entries each entry sees: itself, its ancestors and so always the root.
-    sees = jnp.broadcast_to(itself.at[:, 0].set(True), (batch, entries, entries))
+    visible = jnp.broadcast_to(identity.at[:, 0].set(True), (batch, entries, entries))
 
     def newest_of(candidates, depth):
         """Returns the scores of the candidates of a depth, and which rows run some of them."""
         first = _first_candidate(tree, depth)
         score = jax.lax.dynamic_slice_in_dim(candidates.score, first, width**2, 1)
-        return score, context.runs & (score.max(-1) >= least)
+        return score, context.runs & (score.max(-1) >= min_score)
 
-    def goes_on(carry):
+    def cond(carry):
         depth, candidates, *_ = carry
         depth = jnp.minimum(depth, tree.depth - 1)
         runs = newest_of(candidates, depth)[1].any() & (carry[0] < tree.depth)
@@ -75,7 +75,7 @@ def draft_dynamic_tree(context: DraftContext, tree: DynamicTree) -> tuple[Propos
         return layout.any_running(layout.broadcast_decision(runs.astype(jnp.int32)) > 0)
 
     def run_depth(carry):
-        depth, candidates, sees, drafted, outputs = carry
+        depth, candidates, visible, drafted, outputs = carry
         newest = _first_candidate(tree, depth)
         score, runs = newest_of(candidates, depth)
         if tree.min_prob:
@@ -84,8 +84,8 @@ def draft_dynamic_tree(context: DraftContext, tree: DynamicTree) -> tuple[Propos
         chosen = newest + chosen
         entry = 1 + (depth - 1) * width + jnp.arange(width)
         parent = jnp.take_along_axis(candidates.parent, chosen, 1)
-        mask = jnp.take_along_axis(sees, parent[..., None], 1) | itself[entry]
-        sees = sees.at[:, entry].set(mask)
+        mask = jnp.take_along_axis(visible, parent[..., None], 1) | identity[entry]
+        visible = visible.at[:, entry].set(mask)
         mask = see_backlog(context.backlog, mask)
         tokens = jnp.take_along_axis(candidates.tokens, chosen, 1)
         positions = jnp.broadcast_to(context.root_position[:, None] + depth, tokens.shape)
@@ -104,11 +104,11 @@ def draft_dynamic_tree(context: DraftContext, tree: DynamicTree) -> tuple[Propos
         )
         first = _first_candidate(tree, depth + 1)
         candidates = _add_children(context, candidates, hidden, score, entry, first, width)
-        return depth + 1, candidates, sees, drafted, outputs
+        return depth + 1, candidates, visible, drafted, outputs
 
-    carry = jnp.int32(1), candidates, sees, drafted, outputs
+    carry = jnp.int32(1), candidates, visible, drafted, outputs
     if tree.min_prob:
-        _, candidates, _, drafted, _ = jax.lax.while_loop(goes_on, run_depth, carry)
+        _, candidates, _, drafted, _ = jax.lax.while_loop(cond, run_depth, carry)
     else:
         _, candidates, _, drafted, _ = jax.lax.fori_loop(
             1, tree.depth, lambda _, carry: run_depth(carry), carry

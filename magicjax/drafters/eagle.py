@@ -118,24 +118,25 @@ class Eagle(Drafter):
                 f"{type(self).__name__} needs the {self._HEAD} that magicjax.load returns, not "
                 f"{name}; a model that drafts alone is SmallModel"
             )
-        config, c = self.config, target.config
+        config, target_config = self.config, target.config
         sizes = {
-            "vocab_size": (config.vocab_size, c.vocab_size),
-            "target_hidden_size": (config.target_hidden_size, c.hidden_size),
+            "vocab_size": (config.vocab_size, target_config.vocab_size),
+            "target_hidden_size": (config.target_hidden_size, target_config.hidden_size),
         }
         if not config.own_embedding:
-            sizes["hidden_size"] = config.hidden_size, c.hidden_size
-        for name, (own, of_target) in sizes.items():
-            if own != of_target:
+            sizes["hidden_size"] = config.hidden_size, target_config.hidden_size
+        for name, (head_size, target_size) in sizes.items():
+            if head_size != target_size:
                 raise ValueError(
-                    f"the {self._HEAD} has {name}={own}, and the target {of_target}: use the head "
-                    "that was trained for this target"
+                    f"the {self._HEAD} has {name}={head_size}, and the target {target_size}: use "
+                    "the head that was trained for this target"
                 )
-        layers = config.layers_of(c.num_layers)
-        if min(layers) < 0 or max(layers) > c.num_layers:
+        layers = config.layers_of(target_config.num_layers)
+        if min(layers) < 0 or max(layers) > target_config.num_layers:
             raise ValueError(
                 f"the {self._HEAD} reads the inputs of layers {', '.join(map(str, layers))}, and "
-                f"the target has {c.num_layers}: use the head that was trained for this target"
+                f"the target has {target_config.num_layers}: use the head that was trained for "
+                "this target"
             )
         resolve_draw_method(self.draw, tree)
         check_width(tree, config.output_rows, "draft vocabulary")
@@ -154,11 +155,11 @@ class Eagle(Drafter):
             if "unembedding" not in inner:
                 rows = functools.partial(_output_rows, config, dtype=model.dtype)
                 vocab_map = inner.get("vocab_map")
-                of_target = models.output_matrix(target.module, target.params)
+                output_matrix = models.output_matrix(target.module, target.params)
                 if isinstance(vocab_map, jax.ShapeDtypeStruct):
-                    unembedding = jax.eval_shape(rows, vocab_map, of_target)
+                    unembedding = jax.eval_shape(rows, vocab_map, output_matrix)
                 else:  # on the host, because the target can be on other devices
-                    unembedding = rows(jax.device_get(vocab_map), of_target)
+                    unembedding = rows(jax.device_get(vocab_map), output_matrix)
                 params = {"params": inner | {"unembedding": unembedding}}
         module = model.module.clone(config=resolved)
         model = dataclasses.replace(model, module=module, params=params)
@@ -210,9 +211,9 @@ class Eagle(Drafter):
         following = jnp.roll(tokens, -1, 1)[:, :size]
         positions = jnp.broadcast_to(slots + 1, following.shape)
         k, v = self._keys_values(target, following, features[:, :size], positions)
-        own = full_cache.empty(self.model, tokens.shape[0], settings.capacity)
+        head_cache = full_cache.empty(self.model, tokens.shape[0], settings.capacity)
         if previous is not None:
-            own = previous.state.cache
+            head_cache = previous.state.cache
             # The last token of the earlier text has another token after it.
             is_new = slots >= previous.reused[:, None] - 1
         else:
@@ -222,10 +223,13 @@ class Eagle(Drafter):
             new = jnp.where(is_new[:, None, :, None], new.swapaxes(1, 2), old[:, :, :size])
             return jax.lax.dynamic_update_slice_in_dim(old, new, 0, 2)
 
-        own = dataclasses.replace(
-            own, k=(write(own.k[0], k),), v=(write(own.v[0], v),), lengths=lengths - 1
+        head_cache = dataclasses.replace(
+            head_cache,
+            k=(write(head_cache.k[0], k),),
+            v=(write(head_cache.v[0], v),),
+            lengths=lengths - 1,
         )
-        return EagleState(own, _at(features, lengths - 1))
+        return EagleState(head_cache, _at(features, lengths - 1))
 
     def propose(
         self, target, state: EagleState, root, cache, sampling, settings: Settings
@@ -253,14 +257,15 @@ class Eagle(Drafter):
             return cache
         shape = *cache.k[0].shape[:2], self.sinks
         pinned = jnp.broadcast_to(jnp.arange(self.sinks, dtype=jnp.int32), shape)
-        seen = sparse_cache.gather(cache, (pinned,), (self.budget - self.sinks,))
+        visible = sparse_cache.gather(cache, (pinned,), (self.budget - self.sinks,))
         shift = jnp.maximum(cache.lengths - self.budget, 0)
         rope: Any = self.config.rope
         inverse, _ = frequencies(rope, self.config.head_dim)
         angles = (shift[:, None] * inverse)[:, None, None]
-        k: Any = seen.k[0]
+        k: Any = visible.k[0]
         sinks = rotate_pairs(k[:, :, : self.sinks], jnp.cos(angles), jnp.sin(angles))
-        return dataclasses.replace(seen, k=(k.at[:, :, : self.sinks].set(sinks.astype(k.dtype)),))
+        k = k.at[:, :, : self.sinks].set(sinks.astype(k.dtype))
+        return dataclasses.replace(visible, k=(k,))
 
     def commit(
         self, target, state: EagleState, draft: None, proposal, outcome: RoundOutcome
@@ -284,8 +289,8 @@ class Eagle(Drafter):
         tokens = jnp.take_along_axis(proposal.tokens, path, 1)
         positions = state.cache.lengths[:, None] + 1 + steps
         kv = self._keys_values(target, tokens, features[:, :-1], positions)
-        in_order = jnp.broadcast_to(steps, path.shape)
-        cache = full_cache.append(state.cache, (kv,), in_order, committed)
+        path_indices = jnp.broadcast_to(steps, path.shape)
+        cache = full_cache.append(state.cache, (kv,), path_indices, committed)
         return EagleState(cache, _at(features, committed))
 
     def rewind(self, before: EagleState, after: EagleState) -> EagleState:
@@ -296,16 +301,18 @@ def _at(x: Float[Array, "B T E"], index: Int[Array, "B"]) -> Float[Array, "B E"]
     return jnp.take_along_axis(x, index[:, None, None], 1)[:, 0]
 
 
-def _output_rows(config: models.EagleConfig, vocab_map: Any, of_target: Any, dtype: Any) -> Array:
+def _output_rows(
+    config: models.EagleConfig, vocab_map: Any, output_matrix: Any, dtype: Any
+) -> Array:
     """Returns the target's output matrix, or its rows of the draft tokens in their order.
 
     Args:
       config: the head's config.
       vocab_map: the head's map of draft tokens; None without a draft vocabulary.
-      of_target: the target's output matrix, an array or packed.
+      output_matrix: the target's, an array or packed.
       dtype: dtype of the result.
     """
-    matrix = dequantize(of_target) if isinstance(of_target, Packed) else of_target
+    matrix = dequantize(output_matrix) if isinstance(output_matrix, Packed) else output_matrix
     if config.draft_vocab_size is None:
         return matrix.astype(dtype)
     tokens = tokens_of_rows(vocab_map, config.draft_vocab_size)

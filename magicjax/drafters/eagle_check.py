@@ -39,8 +39,8 @@ Answer: The capital of France is Paris. It is one of the largest cities in Europ
 """
 TOKENS = 128
 CHANCE = 0.05  # below, a head is taken for one that is wired wrongly
-PART = 0.5  # of the stored acceptance
-LITTLE = 0.3  # below, a head is compared with other wirings if no acceptance is stored
+MIN_SHARE = 0.5  # of the stored acceptance
+LOW_AGREEMENT = 0.3  # below, a head is compared with other wirings if no acceptance is stored
 
 _checked = weakref.WeakKeyDictionary[Model, list[weakref.ref]]()  # targets, with heads' weights
 
@@ -74,17 +74,17 @@ def check(head: Model, target: Model) -> None:
     """Raises ValueError if a head agrees with its target far less than it should."""
     tokens = jnp.asarray(target.tokenizer(TEXT)["input_ids"][:TOKENS], jnp.int32)[None]
     config: Any = head.config
-    rate, known = float(agreement(head, target, tokens)), config.acceptance
-    if rate >= (LITTLE if known is None else max(CHANCE, PART * known)):
+    rate, stored = float(agreement(head, target, tokens)), config.acceptance
+    if rate >= (LOW_AGREEMENT if stored is None else max(CHANCE, MIN_SHARE * stored)):
         return
-    expected = "" if known is None else f", and {known:.0%} in training"
-    changes = [
-        (float(agreement(each, target, tokens)), how) for how, each in _changed(head, target)
-    ]
-    best, how = max(changes)
+    expected = "" if stored is None else f", and {stored:.0%} in training"
+    best, change = max(
+        (float(agreement(changed, target, tokens)), description)
+        for description, changed in _changed(head, target)
+    )
     if best >= max(2 * rate, CHANCE):
-        cause = f"with {how} they would at {best:.0%}: correct the head's files"
-    elif known is None and rate >= CHANCE:
+        cause = f"with {change} they would at {best:.0%}: correct the head's files"
+    elif stored is None and rate >= CHANCE:
         return
     else:
         cause = "it was trained for another target, or its weights are damaged"

@@ -123,12 +123,14 @@ class Ensemble(Drafter):
         self, target, tokens, cache, stats, settings, previous: Previous | None = None
     ) -> tuple[Any, ...]:
         members = self._with_settings(settings)
-        before: list[Previous | None] = [None] * len(members)
+        previous_states: list[Previous | None] = [None] * len(members)
         if previous is not None:
-            before = [Previous(state, previous.reused) for state in previous.state]
+            previous_states = [Previous(state, previous.reused) for state in previous.state]
         return tuple(
             drafter.prefill(target, tokens, cache, stats, member_settings, member_previous)
-            for (drafter, member_settings), member_previous in zip(members, before, strict=True)
+            for (drafter, member_settings), member_previous in zip(
+                members, previous_states, strict=True
+            )
         )
 
     def propose(self, target, state, root, cache, sampling, settings) -> tuple[Proposal, tuple]:
@@ -140,7 +142,7 @@ class Ensemble(Drafter):
             ),
             strict=True,
         )
-        drafting = [i for i, one in enumerate(proposals) if one.tokens.shape[1] > 1]
+        drafting = [i for i, proposal in enumerate(proposals) if proposal.tokens.shape[1] > 1]
         if not drafting:
             return proposals[0], drafts
         merged, node_of = merge([proposals[i] for i in drafting], settings.shape.depth)
@@ -159,7 +161,9 @@ class Ensemble(Drafter):
 
     def renumber(self, draft, node_of, num_nodes) -> tuple[Any, ...]:
         members = zip(self.drafters, draft, strict=True)
-        return tuple(drafter.renumber(own, node_of, num_nodes) for drafter, own in members)
+        return tuple(
+            drafter.renumber(member_draft, node_of, num_nodes) for drafter, member_draft in members
+        )
 
     def rewind(self, before, after) -> tuple[Any, ...]:
         members = zip(self.drafters, before, after, strict=True)
@@ -171,11 +175,11 @@ class Ensemble(Drafter):
 
     def extract(self, state, slot) -> tuple[Any, ...]:
         members = zip(self.drafters, state, strict=True)
-        return tuple(drafter.extract(own, slot) for drafter, own in members)
+        return tuple(drafter.extract(member_state, slot) for drafter, member_state in members)
 
     def with_forced(self, state, forced) -> tuple[Any, ...]:
         members = zip(self.drafters, state, strict=True)
-        return tuple(drafter.with_forced(own, forced) for drafter, own in members)
+        return tuple(drafter.with_forced(member_state, forced) for drafter, member_state in members)
 
     @property
     def takes_partial_batch(self) -> bool:

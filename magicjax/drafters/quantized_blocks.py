@@ -35,8 +35,7 @@ def check(target: Model, weights: str) -> None:
             f"the drafter's weights {weights!r} quantize a target on the device, and "
             f"{problem}: omit the drafter's weights, or use a small model"
         )
-    form = WeightFormat.parse(weights)
-    form.check(target.config.matrix_inputs())
+    WeightFormat.parse(weights).check(target.config.matrix_inputs())
 
 
 def of(target: Model, weights: str, layers: LayerIndices = None) -> Model:
@@ -50,23 +49,23 @@ def of(target: Model, weights: str, layers: LayerIndices = None) -> Model:
       weights: the format.
       layers: the layers whose blocks are copied, as in `layer_skipping`.
     """
-    form = WeightFormat.parse(weights)
-    if target in _copies and _copies[target][:2] == (form, layers):
+    weight_format = WeightFormat.parse(weights)
+    if target in _copies and _copies[target][:2] == (weight_format, layers):
         return _copies[target][2]
     _copies.pop(target, None)  # frees its memory before the other copy needs it
-    part = layer_skipping.of_model(target, layers)
-    module = part.module.clone(weights=models.blocks_in(part.config, form))
-    params = None if part.params is None else _quantized(part, module)
-    name = f"{target.name} {form}".strip()
+    original = layer_skipping.of_model(target, layers)
+    module = original.module.clone(weights=models.blocks_in(original.config, weight_format))
+    params = None if original.params is None else _quantized(original, module)
+    name = f"{target.name} {weight_format}".strip()
     copy = Model(module, params, name=name, layout=BlocksOnly())
-    _copies[target] = form, layers, copy
+    _copies[target] = weight_format, layers, copy
     return copy
 
 
 def join(blocks: Model, target: Model) -> Model:
     """Returns the model of quantized blocks, with the target's embeddings and final norm."""
-    others = models.split_blocks(target.params)[0]["params"]
-    params = {"params": others | blocks.params["params"]}
+    unquantized = models.split_blocks(target.params)[0]["params"]
+    params = {"params": unquantized | blocks.params["params"]}
     return dataclasses.replace(blocks, params=params, layout=Resident())
 
 
@@ -80,5 +79,5 @@ def _quantized(target: Model, module: nn.Module) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _quantize(weight: jax.Array, form: WeightFormat, inputs: int) -> dict[str, jax.Array]:
-    return quantized.quantize(weight, form, inputs, jnp)
+def _quantize(weight: jax.Array, weight_format: WeightFormat, inputs: int) -> dict[str, jax.Array]:
+    return quantized.quantize(weight, weight_format, inputs, jnp)

@@ -62,12 +62,12 @@ class SimulatedRounds:
             return self
         steps = jnp.arange(self.drafted.shape[1])
         index = self.root[:, None] + 1 + steps
-        known = index <= newest[:, None]
+        emitted = index <= newest[:, None]
         actual = jnp.take_along_axis(text, jnp.minimum(index, text.shape[1] - 1), 1)
-        right = known & (actual == self.drafted)
-        accepted = jnp.cumprod(right, 1).sum(1)
+        correct = emitted & (actual == self.drafted)
+        accepted = jnp.cumprod(correct, 1).sum(1)
         is_open = self.root != NOT_OPEN
-        ends = is_open & ((known & ~right).any(1) | known.all(1))
+        ends = is_open & ((emitted & ~correct).any(1) | emitted.all(1))
         count = ends[:, None] & (jnp.arange(self.histogram.shape[1]) == accepted[:, None])
         begins = ends | ~is_open
         return dataclasses.replace(

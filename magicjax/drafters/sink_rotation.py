@@ -62,23 +62,24 @@ def prefill_sliding_window(
     tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % chunk)))
     shape = batch, model.local_kv_heads(0), sinks + ring, config.head_dim  # of every layer
     k, v = (tuple(jnp.zeros(shape, model.dtype) for _ in range(config.num_layers)) for _ in "kv")
-    in_order = jnp.broadcast_to(jnp.arange(sinks, dtype=jnp.int32), (*shape[:2], sinks))
-    pinned, count = (in_order,) * config.num_layers, jnp.zeros(batch, jnp.int32)
+    sink_positions = jnp.broadcast_to(jnp.arange(sinks, dtype=jnp.int32), (*shape[:2], sinks))
+    pinned = (sink_positions,) * config.num_layers
+    count = jnp.zeros(batch, jnp.int32)
     cache = DraftCache(k, v, pinned, count, model.windows, split=model.split)
     unrotated = tuple(x[:, :, :sinks] for x in k)
-    triangle = jnp.tril(jnp.ones((chunk, chunk), bool))
+    causal_mask = jnp.tril(jnp.ones((chunk, chunk), bool))
     path = jnp.broadcast_to(jnp.arange(chunk), (batch, chunk))
 
     def run_chunk(i, carry):
         cache, unrotated = carry
         start = i * chunk
-        part = jax.lax.dynamic_slice_in_dim(tokens, start, chunk, axis=1)
-        positions = jnp.broadcast_to(start + jnp.arange(chunk), part.shape)
-        attend = AttendTo(cache, triangle, settings.backend, positions=positions)
-        hidden, aux, _ = model(part, positions, attend)
+        chunk_tokens = jax.lax.dynamic_slice_in_dim(tokens, start, chunk, axis=1)
+        positions = jnp.broadcast_to(start + jnp.arange(chunk), chunk_tokens.shape)
+        attend = AttendTo(cache, causal_mask, settings.backend, positions=positions)
+        hidden, aux, _ = model(chunk_tokens, positions, attend)
         kv = tuple(pair for pair, _ in aux)
-        witness = hidden[0, 0].argmax(-1).astype(jnp.int32)  # an int64 in 64-bit mode
-        count = jnp.clip(lengths - start, 0, chunk) + full_cache.zero_after(witness)
+        dependency = hidden[0, 0].argmax(-1).astype(jnp.int32)  # an int64 in 64-bit mode
+        count = jnp.clip(lengths - start, 0, chunk) + full_cache.zero_after(dependency)
         return rotate_sinks(model, append_ring(cache, kv, path, count), unrotated, cache.count)
 
     chunks = -(-lengths.max() // chunk)

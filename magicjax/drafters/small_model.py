@@ -71,8 +71,8 @@ class SmallModelState:
     def tokens(self) -> Int[Array, "B"]:
         """The committed tokens that it has of each row, backlog included."""
         cache = self.cache
-        own = cache.lengths if isinstance(cache, KVCache) else cache.count
-        return own + self.backlog.count
+        cached = cache.lengths if isinstance(cache, KVCache) else cache.count
+        return cached + self.backlog.count
 
 
 @struct.dataclass
@@ -199,14 +199,14 @@ class SmallModel(Drafter):
 
     def _check_loaded(self) -> None:
         """Raises ValueError unless the model was loaded with the drafter's options."""
-        form, own = parse_weights(self.weights), self.model.weights
-        formats = ["None", str(own)]
-        if len(own.in_blocks) == 1:
-            (text,) = own.in_blocks
+        weight_format, loaded = parse_weights(self.weights), self.model.weights
+        formats = ["None", str(loaded)]
+        if len(loaded.in_blocks) == 1:
+            (text,) = loaded.in_blocks
             formats += [text, text.removesuffix("+zeros")]
         size = getattr(self.model.config, "draft_vocab_size", None)
         for name, matches, value in (
-            ("weights", str(form) in formats, own),
+            ("weights", str(weight_format) in formats, loaded),
             ("draft_vocab", self.draft_vocab in (None, size), size),
         ):
             if not matches:
@@ -277,10 +277,10 @@ class SmallModel(Drafter):
     def prefill(
         self, target, tokens, cache, stats, settings: Settings, previous: Previous | None = None
     ) -> SmallModelState:
-        own, sinks = self._prefill(tokens, cache.lengths, settings, previous)
+        draft_cache, sinks = self._prefill(tokens, cache.lengths, settings, previous)
         rows = cache.lengths.shape[0]
         empty = jnp.zeros((rows, settings.max_backlog), jnp.int32)
-        return SmallModelState(own, Backlog(empty, jnp.zeros(rows, jnp.int32)), sinks)
+        return SmallModelState(draft_cache, Backlog(empty, jnp.zeros(rows, jnp.int32)), sinks)
 
     def _prefill(
         self,
@@ -289,22 +289,22 @@ class SmallModel(Drafter):
         settings: Settings,
         previous: Previous | None,
     ) -> tuple[KVCache | DraftCache, SinkKeys | None]:
-        model, sparse, begun = self.model, self.sparse, None
+        model, sparse, initial_cache = self.model, self.sparse, None
         if sparse is not None and self._moves_sinks:
             return prefill_sliding_window(
                 model, tokens, lengths, settings, sparse.num_pinned, sparse.ring
             )
         if previous is not None:
-            begun = full_cache.empty(model, tokens.shape[0], settings.capacity)
+            initial_cache = full_cache.empty(model, tokens.shape[0], settings.capacity)
             # A sparse cache has dropped entries that the policy may choose for the longer text.
             if sparse is None:
-                own = previous.state.cache
-                reused = jnp.minimum(own.lengths, previous.reused)
-                if own.states:  # which cannot be shortened
-                    reused = jnp.where(reused == own.lengths, reused, 0)
-                begun = dataclasses.replace(own, lengths=reused)
+                previous_cache = previous.state.cache
+                reused = jnp.minimum(previous_cache.lengths, previous.reused)
+                if previous_cache.states:  # which cannot be shortened
+                    reused = jnp.where(reused == previous_cache.lengths, reused, 0)
+                initial_cache = dataclasses.replace(previous_cache, lengths=reused)
         spec = StatsSpec() if sparse is None else sparse.stats_spec()
-        full, _, stats = prefill_cache(model, tokens, lengths, settings, spec, begun)
+        full, _, stats = prefill_cache(model, tokens, lengths, settings, spec, initial_cache)
         if sparse is None:
             return full, None
         return sparse.make_cache(model, full, stats, settings.backend), None
@@ -342,8 +342,8 @@ class SmallModel(Drafter):
         nothing and keeps its backlog.
         """
         path, old = outcome.path, state.backlog
-        before = outcome.cache.lengths - outcome.committed
-        committed = jnp.where(state.tokens == before, outcome.committed, 0)
+        lengths_before = outcome.cache.lengths - outcome.committed
+        committed = jnp.where(state.tokens == lengths_before, outcome.committed, 0)
         path_entries = jnp.take_along_axis(draft.entries, path, 1)
         has_run = (path_entries != NOT_RUN) & (jnp.arange(path.shape[1]) < committed[:, None])
         ran = has_run.sum(-1, dtype=jnp.int32)
@@ -387,11 +387,11 @@ def _backlog_then_path(
     Backlog entries 4 5 with count 1, and path entries 0 2 NOT_RUN, give 4 0 2 0 0.
     """
     size, length = backlog.tokens.shape[1], path_entries.shape[1]
-    first = jax.tree.leaves(draft.kv)[0].shape[1] - size
+    first_backlog_entry = jax.tree.leaves(draft.kv)[0].shape[1] - size
     index, count = jnp.arange(size + length), backlog.count[:, None]
     along_path = jnp.clip(index - count, 0, length - 1)
     entries = jnp.maximum(jnp.take_along_axis(path_entries, along_path, 1), 0)
-    return jnp.where(index < count, first + index, entries)
+    return jnp.where(index < count, first_backlog_entry + index, entries)
 
 
 def _check_tokenizers(drafter: Model, target: Model) -> None:
@@ -401,14 +401,14 @@ def _check_tokenizers(drafter: Model, target: Model) -> None:
     """
     ids, target_ids = drafter.tokenizer.get_vocab(), target.tokenizer.get_vocab()
     size = min(drafter.config.vocab_size, target.config.vocab_size)
-    first = {
+    lowest_id = {
         token: min(ids.get(token, math.inf), target_ids.get(token, math.inf))
         for token in ids.keys() | target_ids.keys()
         if ids.get(token) != target_ids.get(token)
     }
-    differing = [token for token, i in first.items() if i < size]
+    differing = [token for token, i in lowest_id.items() if i < size]
     if differing:
-        example = min(differing, key=lambda token: (first[token], token))
+        example = min(differing, key=lambda token: (lowest_id[token], token))
         raise ValueError(
             f"the tokenizer of the drafter {drafter.name!r} differs from that of the target "
             f"{target.name!r} in {len(differing)} tokens, such as {example!r} (id "

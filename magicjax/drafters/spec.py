@@ -100,9 +100,9 @@ def get_drafter(name: str) -> type[Drafter]:
     return loaded
 
 
-def drafter_name(kind: type[Drafter]) -> str:
+def drafter_name(drafter_class: type[Drafter]) -> str:
     """Returns the name of a class of drafters; its import path if it is not registered."""
-    return plugins.name_of(kind, DRAFTERS, GROUP)
+    return plugins.name_of(drafter_class, DRAFTERS, GROUP)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,12 +132,12 @@ class Parsed[Part]:
 def joined[Part](texts: Iterable[Parsed[Part]]) -> Parsed[Part]:
     """Returns what the texts joined by " + " are: the parts of an ensemble."""
 
-    def both(left: Parsed[Part], right: Parsed[Part]) -> Parsed[Part]:
+    def join(left: Parsed[Part], right: Parsed[Part]) -> Parsed[Part]:
         middle = left.stages[-1] + right.stages[0]
         stages = (*left.stages[:-1], middle, *right.stages[1:])
         return Parsed(left.text + _JOIN + right.text, stages)
 
-    return functools.reduce(both, texts)
+    return functools.reduce(join, texts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,14 +163,16 @@ Drafters = Parsed[Spec]
 Trees = Parsed[Tree]
 
 
-def has_model(kind: type[Drafter]) -> bool:
+def has_model(drafter_class: type[Drafter]) -> bool:
     """Returns whether a class of drafters has a model, whose path its text can contain."""
-    return any(field.name == "model" for field in dataclasses.fields(kind))  # type: ignore[arg-type]
+    return any(field.name == "model" for field in dataclasses.fields(drafter_class))  # type: ignore[arg-type]
 
 
-def needs_model(kind: type[Drafter]) -> bool:
+def needs_model(drafter_class: type[Drafter]) -> bool:
     """Returns whether the text of such a drafter must contain a path."""
-    return has_model(kind) and not hasattr(kind, "model")  # a default is an attribute
+    return has_model(drafter_class) and not hasattr(
+        drafter_class, "model"
+    )  # a default is an attribute
 
 
 def parse(text: str) -> Drafters:
@@ -203,32 +205,35 @@ def parse_one(text: str) -> Spec:
     """
     name, *parts = text.split(":")
     try:
-        kind = get_drafter(name)
+        drafter_class = get_drafter(name)
     except ValueError as error:
         raise ValueError(f"drafter {text!r}: {error}") from error
-    declared = options.options_of(kind)
+    declared = options.options_of(drafter_class)
     positional = [option for option in declared.values() if option.positional]
     named: list[re.Match] = []
     _join_groups(parts)
-    while len(parts) > needs_model(kind) and (match := re.fullmatch(r"(\w+)=(.*)", parts[-1])):
+    while len(parts) > needs_model(drafter_class) and (
+        match := re.fullmatch(r"(\w+)=(.*)", parts[-1])
+    ):
         named.insert(0, match)
         parts.pop()
     path = ""
-    if has_model(kind):
-        if needs_model(kind) and not any(parts):
+    if has_model(drafter_class):
+        if needs_model(drafter_class) and not any(parts):
             raise ValueError(f"drafter {text!r} needs a model: write {name}:PATH")
-        shortest = 2 if hub.is_gguf(":".join(parts[:2])) else int(needs_model(kind))
+        shortest = 2 if hub.is_gguf(":".join(parts[:2])) else int(needs_model(drafter_class))
         length = next(n for n in range(shortest, len(parts) + 1) if _fit(positional, parts[n:]))
         path, parts = ":".join(parts[:length]), parts[length:]
-    if option := next((part for part in parts if "=" in part), None):
-        raise ValueError(f"drafter {text!r}: write values without a name before {option}")
+    if named_part := next((part for part in parts if "=" in part), None):
+        raise ValueError(f"drafter {text!r}: write values without a name before {named_part}")
     if len(parts) > len(positional):
         raise ValueError(
             f"drafter {text!r} has {len(parts)} values, and {name} takes at most "
             f"{len(positional)} without a name; write {DRAFTER_SYNTAX}"
         )
     values = {
-        each.name: _parsed(each, part, text) for each, part in zip(positional, parts, strict=False)
+        option.name: _parse_value(option, part, text)
+        for option, part in zip(positional, parts, strict=False)
     }
     policy = next((match[2] for match in named if match[1] == "policy"), values.get("policy"))
     known = declared | _policy_options(name, policy, path and text)
@@ -246,17 +251,16 @@ def _join_groups(parts: list[str]) -> None:
             return
 
 
-def _with_option(spec: Spec, known: Option, value: str) -> Spec:
+def _with_option(spec: Spec, option: Option, value: str) -> Spec:
     """Returns the drafter with one more option.
 
     Raises:
       ValueError: a wrong value, or the option is already set.
     """
-    if known.name in {**spec.values, **spec.policy_values}:
-        raise ValueError(f"drafter {spec.text!r} sets {known.name} twice: remove one")
-    is_own = known.name in options.options_of(get_drafter(spec.name))
-    added = {known.name: _parsed(known, value, spec.text)}
-    if is_own:
+    if option.name in {**spec.values, **spec.policy_values}:
+        raise ValueError(f"drafter {spec.text!r} sets {option.name} twice: remove one")
+    added = {option.name: _parse_value(option, value, spec.text)}
+    if option.name in options.options_of(get_drafter(spec.name)):
         return dataclasses.replace(spec, values={**spec.values, **added})
     return dataclasses.replace(spec, policy_values={**spec.policy_values, **added})
 
@@ -292,16 +296,16 @@ def with_paths(parsed: Drafters, change: Callable[[str], str]) -> str:
 def _fit(positional: Sequence[Option], parts: Sequence[str]) -> bool:
     """Returns whether the parts can be values of positional options, rather than of a path."""
     try:
-        for each, part in zip(positional, parts, strict=False):
-            options.parse(each, part)
+        for option, part in zip(positional, parts, strict=False):
+            options.parse(option, part)
     except ValueError:
         return False
     return len(parts) <= len(positional) and all(re.fullmatch(r"[\w.-]+", part) for part in parts)
 
 
-def _parsed(known: Option, value: str, text: str) -> Any:
+def _parse_value(option: Option, value: str, text: str) -> Any:
     try:
-        return options.parse(known, value)
+        return options.parse(option, value)
     except ValueError as error:
         raise ValueError(f"drafter {text!r}: {error}") from error
 
@@ -338,25 +342,25 @@ def make_drafter(drafter: str | Drafters, load: Callable[..., Any]) -> Drafter:
         options that cannot be combined.
     """
     parsed = parse(drafter) if isinstance(drafter, str) else drafter
-    made: list[Any] = []
+    stages: list[Any] = []
     for stage in parsed.stages:
         members = tuple(make_one(spec, load) for spec in stage)
-        made.append(members[0] if len(members) == 1 else Ensemble(members))
-    return functools.reduce(Cascade, made)  # which checks that the last one runs the target
+        stages.append(members[0] if len(members) == 1 else Ensemble(members))
+    return functools.reduce(Cascade, stages)  # which checks that the last one runs the target
 
 
 def make_one(spec: Spec, load: Callable[..., Any]) -> Drafter:
     """Returns one drafter; see `make_drafter`."""
-    kind: Any = get_drafter(spec.name)
+    drafter_class: Any = get_drafter(spec.name)
     values = dict(spec.values)
     if spec.policy_values:
-        default = options.options_of(kind)["policy"].default
+        default = options.options_of(drafter_class)["policy"].default
         default_policy: Any = get_policy(values.get("policy", default))
         values["policy"] = dataclasses.replace(default_policy, **spec.policy_values)
     if not spec.path:
-        return kind(**values)
-    of_model = {name: values[name] for name in LOAD_OPTIONS if values.get(name) is not None}
-    return kind(load(spec.path, **of_model), **values)
+        return drafter_class(**values)
+    load_options = {name: values[name] for name in LOAD_OPTIONS if values.get(name) is not None}
+    return drafter_class(load(spec.path, **load_options), **values)
 
 
 def text_of(drafter: Drafter) -> str:
@@ -368,20 +372,22 @@ def text_of(drafter: Drafter) -> str:
         return _JOIN.join(map(text_of, drafter.drafters))
     if isinstance(drafter, Cascade):
         return _CASCADE.join(map(text_of, (drafter.first, drafter.middle)))
-    kind: Any = type(drafter)
-    parts = [drafter_name(kind)]
+    drafter_class: Any = type(drafter)
+    parts = [drafter_name(drafter_class)]
     name = getattr(getattr(drafter, "model", None), "name", "")
-    if needs_model(kind) or (has_model(kind) and name):
+    if needs_model(drafter_class) or (has_model(drafter_class) and name):
         parts.append(name)
-    declared, values = options.options_of(kind), values_of(drafter)
-    for each in declared.values():
-        if each.positional:
-            if values[each.name] is None:
+    declared, values = options.options_of(drafter_class), values_of(drafter)
+    for option in declared.values():
+        if option.positional:
+            if values[option.name] is None:
                 break  # later ones would take its place
-            parts.append(_written(values.pop(each.name)))
-    defaults = {name: each.default for name, each in declared.items()}
+            parts.append(_format_value(values.pop(option.name)))
+    defaults = {name: option.default for name, option in declared.items()}
     named = (
-        f"{n}={_written(v)}" for n, v in values.items() if n not in defaults or v != defaults[n]
+        f"{name}={_format_value(value)}"
+        for name, value in values.items()
+        if name not in defaults or value != defaults[name]
     )
     return ":".join([*parts, *named])
 
@@ -392,18 +398,18 @@ def values_of(drafter: Drafter) -> dict[str, Any]:
     The policy is its name. Ensembles and cascades have no options.
     """
     values = {name: getattr(drafter, name) for name in options.options_of(type(drafter))}
-    of_drafter = values.get("policy")
-    if not isinstance(of_drafter, Policy):
+    policy = values.get("policy")
+    if not isinstance(policy, Policy):
         return values
-    own = {
-        name: getattr(of_drafter, name)
-        for name, known in options.fields_of(type(of_drafter)).items()
-        if getattr(of_drafter, name) != known.default
+    policy_values = {
+        name: getattr(policy, name)
+        for name, option in options.fields_of(type(policy)).items()
+        if getattr(policy, name) != option.default
     }
-    return values | {"policy": policy_name(of_drafter)} | own
+    return values | {"policy": policy_name(policy)} | policy_values
 
 
-def _written(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Returns the text of an option's value.
 
     Raises:
@@ -460,5 +466,5 @@ def _with_first_tree(drafter: Any, trees: Trees) -> tuple[Cascade, Tree]:
             f"tree={trees.text!r} does not fit the drafter: use one tree, or for a cascade those "
             "of its first drafter and of the target, as in 'chain:4 -> chain:8'"
         )
-    first, own = trees.parts
-    return dataclasses.replace(drafter, first_tree=first), own
+    first_tree, target_tree = trees.parts
+    return dataclasses.replace(drafter, first_tree=first_tree), target_tree

@@ -60,7 +60,7 @@ def draft_static_tree(context: DraftContext, tree: TokenTree) -> tuple[Proposal,
     batch, n = context.root.shape[0], tree.num_nodes
     size = n + context.max_backlog
     # Levels are padded with node n, which sees nothing and has depth 0.
-    sees = jnp.concatenate([jnp.asarray(tree.mask), jnp.zeros((1, n), bool)])
+    visible = jnp.concatenate([jnp.asarray(tree.mask), jnp.zeros((1, n), bool)])
     node_depths = jnp.concatenate([jnp.asarray(tree.node_depths), jnp.zeros(1, jnp.int32)])
     choose = _child_chooser(context, tree)
     parent_of = jnp.asarray(np.maximum([*tree.parents, NO_NODE], 0))
@@ -69,7 +69,7 @@ def draft_static_tree(context: DraftContext, tree: TokenTree) -> tuple[Proposal,
 
     def run_level(carry, level):
         nodes, drafted, outputs = carry
-        mask = see_backlog(context.backlog, sees[level])
+        mask = see_backlog(context.backlog, visible[level])
         entries = jnp.where(level < n, level, size)  # padding is dropped
         tokens = jnp.take(nodes.tokens, level, axis=1, mode="clip")
         positions = context.root_position[:, None] + node_depths[level]

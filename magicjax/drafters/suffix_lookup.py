@@ -205,17 +205,17 @@ class SuffixLookup(TextLookup):
         """
         assert self.store is not None  # since `for_target`
         rows, stored = text.shape[0], len(self.store)
-        own = jnp.where(jnp.arange(text.shape[1]) <= newest[:, None], text, NO_TOKEN)
-        known = jnp.concatenate([jnp.broadcast_to(self.store, (rows, stored)), own], 1)
-        length = match_lengths(known, newest_tokens(text, newest, self.max_match))
-        length = jnp.where(known == NO_TOKEN, 0, length)
+        row_text = jnp.where(jnp.arange(text.shape[1]) <= newest[:, None], text, NO_TOKEN)
+        searched = jnp.concatenate([jnp.broadcast_to(self.store, (rows, stored)), row_text], 1)
+        length = match_lengths(searched, newest_tokens(text, newest, self.max_match))
+        length = jnp.where(searched == NO_TOKEN, 0, length)
         # Of equal lengths `top_k` takes the first. A sort of integers is slower on a CPU.
-        length, back = jax.lax.top_k(jnp.flip(length, 1).astype(jnp.float32), CANDIDATES)
-        length, start = length.astype(jnp.int32), known.shape[1] - 1 - back
+        length, flipped = jax.lax.top_k(jnp.flip(length, 1).astype(jnp.float32), CANDIDATES)
+        length, start = length.astype(jnp.int32), searched.shape[1] - 1 - flipped
         steps, end = jnp.arange(depth), stored + newest[:, None] + 1
         period = jnp.where(start >= stored, jnp.maximum(end - start, 1), depth)
         index = start[..., None] + steps % period[..., None]
-        tokens = jnp.take_along_axis(known, index.reshape(rows, -1), 1, mode="clip")
+        tokens = jnp.take_along_axis(searched, index.reshape(rows, -1), 1, mode="clip")
         tokens = tokens.reshape(index.shape)
         deepest = jnp.asarray(self._deepest)[length]
         ended = (tokens == NO_TOKEN) | (steps >= deepest[..., None])
@@ -242,17 +242,19 @@ def _tokens_of(path: str, target: Model) -> Int[np.ndarray, "T"]:
 def path_scores(candidates: SuffixCandidates) -> PathScores:
     """Returns the scores of the candidates' paths, as integers: a weight of 1 is 4 ** 13."""
     length, tokens = candidates.length, candidates.tokens
-    number = jnp.arange(tokens.shape[1])[:, None]
+    candidate = jnp.arange(tokens.shape[1])[:, None]
     same = (tokens[:, :, None] == tokens[:, None]) & (tokens != NO_TOKEN)[:, None]
     same = jnp.cumprod(same, -1, dtype=jnp.int32)  # [B, C, C, D], up to each depth
     exponent = MAX_MATCH - 1 - (length[:, :1] - length)
     weight = jnp.where(length > 0, 1 << 2 * exponent, 0)
     score = (same * weight[:, None, :, None]).sum(2)
     first = same.argmax(2).astype(jnp.int32)
-    exists = (tokens != NO_TOKEN) & (first == number)
+    exists = (tokens != NO_TOKEN) & (first == candidate)
     same_parent = jnp.pad(same[..., :-1], ((0, 0), (0, 0), (0, 0), (1, 0)), constant_values=1)
-    other, own = score[:, None], score[:, :, None]
-    before = (other > own) | ((other == own) & (number < first[:, :, None]))
+    other_score, own_score = score[:, None], score[:, :, None]
+    before = (other_score > own_score) | (
+        (other_score == own_score) & (candidate < first[:, :, None])
+    )
     rank = (before & exists[:, None] & (same_parent > 0)).sum(2)
     return PathScores(score, weight.sum(1), first, rank, exists)
 
