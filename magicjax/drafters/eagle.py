@@ -23,12 +23,14 @@ from magicjax.drafters.dynamic_tree import draft_tree
 from magicjax.drafters.sparse import DRAW_HELP
 from magicjax.kv_cache import full_cache, sparse_cache
 from magicjax.kv_cache.full_cache import KVCache
+from magicjax.kv_cache.model_stats import ModelStats
 from magicjax.kv_cache.sparse_cache import DraftCache
 from magicjax.model import Model, tokens_of_rows
 from magicjax.options import option
 from magicjax.settings import Settings, StatsSpec
 from magicjax.trees.proposal import DrawMethod, Proposal
 from magicjax.trees.token_tree import ROOT_ONLY, Tree
+from magicjax.verification.sampling import Sampling
 from models.positions import frequencies, rotate_pairs
 from pallas_kernels.cpu.packed import Packed, dequantize
 
@@ -198,10 +200,10 @@ class Eagle(Drafter):
 
     def prefill(
         self,
-        target,
-        tokens,
+        target: Model,
+        tokens: Int[Array, "B T"],
         cache: KVCache,
-        stats,
+        stats: ModelStats,
         settings: Settings,
         previous: Previous | None = None,
     ) -> EagleState:
@@ -232,7 +234,13 @@ class Eagle(Drafter):
         return EagleState(head_cache, _at(features, lengths - 1))
 
     def propose(
-        self, target, state: EagleState, root, cache, sampling, settings: Settings
+        self,
+        target: Model,
+        state: EagleState,
+        root: Int[Array, "B"],
+        cache: KVCache,
+        sampling: Sampling | None,
+        settings: Settings,
     ) -> tuple[Proposal, None]:
         if settings.tree.num_nodes == 1:  # `commit` runs no pass of the head
             return Proposal(root[:, None], ROOT_ONLY.array), None
@@ -268,7 +276,12 @@ class Eagle(Drafter):
         return dataclasses.replace(visible, k=(k,))
 
     def commit(
-        self, target, state: EagleState, draft: None, proposal, outcome: RoundOutcome
+        self,
+        target: Model,
+        state: EagleState,
+        draft: None,
+        proposal: Proposal,
+        outcome: RoundOutcome,
     ) -> EagleState:
         """Returns the state with the path's tokens, and the feature of the last committed one.
 

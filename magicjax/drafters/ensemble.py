@@ -3,20 +3,23 @@
 import dataclasses
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from flax import struct
+from jaxtyping import Array, Int
 
-from magicjax.drafters.base import Drafter, Previous, commit_checked
+from magicjax.drafters.base import Drafter, Previous, RoundOutcome, commit_checked
 from magicjax.drafters.cascade import Cascade
+from magicjax.kv_cache.full_cache import KVCache
+from magicjax.kv_cache.model_stats import ModelStats
 from magicjax.model import Model
 from magicjax.settings import Settings, StatsSpec
 from magicjax.trees.merge import merge
 from magicjax.trees.proposal import Proposal
 from magicjax.trees.token_tree import Tree, TreeShape, check_tree
-from magicjax.verification.sampling import MAX_DRAFTERS
+from magicjax.verification.sampling import MAX_DRAFTERS, Sampling
 
 
 @struct.dataclass
@@ -120,7 +123,13 @@ class Ensemble(Drafter):
         return sum(drafter.state_bytes(batch) for drafter in self.drafters)
 
     def prefill(
-        self, target, tokens, cache, stats, settings, previous: Previous | None = None
+        self,
+        target: Model,
+        tokens: Int[Array, "B T"],
+        cache: KVCache,
+        stats: ModelStats,
+        settings: Settings,
+        previous: Previous | None = None,
     ) -> tuple[Any, ...]:
         members = self._with_settings(settings)
         previous_states: list[Previous | None] = [None] * len(members)
@@ -133,7 +142,15 @@ class Ensemble(Drafter):
             )
         )
 
-    def propose(self, target, state, root, cache, sampling, settings) -> tuple[Proposal, tuple]:
+    def propose(
+        self,
+        target: Model,
+        state: tuple[Any, ...],
+        root: Int[Array, "B"],
+        cache: KVCache,
+        sampling: Sampling | None,
+        settings: Settings,
+    ) -> tuple[Proposal, tuple[Any, ...]]:
         members = zip(self._with_settings(settings), state, strict=True)
         proposals, drafts = zip(
             *(
@@ -153,31 +170,44 @@ class Ensemble(Drafter):
             for i, (drafter, draft) in enumerate(zip(self.drafters, drafts, strict=True))
         )
 
-    def commit(self, target, state, draft, proposal, outcome) -> tuple[Any, ...]:
+    def commit(
+        self,
+        target: Model,
+        state: tuple[Any, ...],
+        draft: tuple[Any, ...],
+        proposal: Proposal,
+        outcome: RoundOutcome,
+    ) -> tuple[Any, ...]:
         return tuple(
             commit_checked(drafter, target, member_state, member_draft, proposal, outcome)
             for drafter, member_state, member_draft in zip(self.drafters, state, draft, strict=True)
         )
 
-    def renumber(self, draft, node_of, num_nodes) -> tuple[Any, ...]:
+    def renumber(
+        self, draft: tuple[Any, ...], node_of: Int[Array, "B N"], num_nodes: int
+    ) -> tuple[Any, ...]:
         members = zip(self.drafters, draft, strict=True)
         return tuple(
             drafter.renumber(member_draft, node_of, num_nodes) for drafter, member_draft in members
         )
 
-    def rewind(self, before, after) -> tuple[Any, ...]:
+    def rewind(self, before: tuple[Any, ...], after: tuple[Any, ...]) -> tuple[Any, ...]:
         members = zip(self.drafters, before, after, strict=True)
         return tuple(drafter.rewind(old, new) for drafter, old, new in members)
 
-    def insert(self, state, row, slot) -> tuple[Any, ...]:
+    def insert(
+        self, state: tuple[Any, ...], row: tuple[Any, ...], slot: Int[Array, ""]
+    ) -> tuple[Any, ...]:
         members = zip(self.drafters, state, row, strict=True)
         return tuple(drafter.insert(old, new, slot) for drafter, old, new in members)
 
-    def extract(self, state, slot) -> tuple[Any, ...]:
+    def extract(self, state: tuple[Any, ...], slot: Int[Array, ""]) -> tuple[Any, ...]:
         members = zip(self.drafters, state, strict=True)
         return tuple(drafter.extract(member_state, slot) for drafter, member_state in members)
 
-    def with_forced(self, state, forced) -> tuple[Any, ...]:
+    def with_forced(
+        self, state: tuple[Any, ...], forced: Callable[[int], Int[Array, "B D"]]
+    ) -> tuple[Any, ...]:
         members = zip(self.drafters, state, strict=True)
         return tuple(drafter.with_forced(member_state, forced) for drafter, member_state in members)
 

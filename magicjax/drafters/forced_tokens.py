@@ -6,9 +6,14 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int
 
-from magicjax.drafters.base import Drafter
+from magicjax.drafters.base import Drafter, Previous, RoundOutcome
+from magicjax.kv_cache.full_cache import KVCache
+from magicjax.kv_cache.model_stats import ModelStats
+from magicjax.model import Model
+from magicjax.settings import Settings
 from magicjax.trees.proposal import Proposal, deterministic_draws
 from magicjax.trees.token_tree import NO_NODE, TokenTree, Tree
+from magicjax.verification.sampling import Sampling
 
 NO_TOKEN = -1
 
@@ -22,7 +27,7 @@ class ForcedTokens(Drafter):
     (`with_forced`); a row without forced tokens or without a grammar proposes nothing.
     """
 
-    def check(self, target, tree: Tree, depth: int, context: int) -> None:
+    def check(self, target: Model, tree: Tree, depth: int, context: int) -> None:
         """Raises ValueError unless `tree` is a chain."""
         if not isinstance(tree, TokenTree) or tree.width > 1:
             raise ValueError(f"forced tokens are a chain: use a tree such as chain:4\n{tree}")
@@ -34,14 +39,30 @@ class ForcedTokens(Drafter):
     def draw_methods(self, tree: Tree) -> set[str]:
         return {"top"}
 
-    def prefill(self, target, tokens, cache, stats, settings, previous=None) -> Int[Array, "B D"]:
+    def prefill(
+        self,
+        target: Model,
+        tokens: Int[Array, "B T"],
+        cache: KVCache,
+        stats: ModelStats,
+        settings: Settings,
+        previous: Previous | None = None,
+    ) -> Int[Array, "B D"]:
         return jnp.full((tokens.shape[0], max(1, settings.tree.depth)), NO_TOKEN, jnp.int32)
 
     def propose(
-        self, target, state: Int[Array, "B D"], root, cache, sampling, settings
+        self,
+        target: Model,
+        state: Int[Array, "B D"],
+        root: Int[Array, "B"],
+        cache: KVCache,
+        sampling: Sampling | None,
+        settings: Settings,
     ) -> tuple[Proposal, None]:
-        forced = state[:, : settings.tree.depth]
-        parents = jnp.where(forced == NO_TOKEN, NO_NODE, jnp.asarray(settings.tree.array[1:]))
+        tree = settings.tree
+        assert isinstance(tree, TokenTree)  # since `check`
+        forced = state[:, : tree.depth]
+        parents = jnp.where(forced == NO_TOKEN, NO_NODE, jnp.asarray(tree.array[1:]))
         draws = None
         if sampling is not None:
             draws = deterministic_draws(parents, target.local_vocab)
@@ -49,8 +70,17 @@ class ForcedTokens(Drafter):
         parents = jnp.concatenate([jnp.full_like(root, NO_NODE)[:, None], parents], 1)
         return Proposal(tokens, parents, draws), None
 
-    def commit(self, target, state, draft, proposal, outcome) -> Int[Array, "B D"]:
+    def commit(
+        self,
+        target: Model,
+        state: Int[Array, "B D"],
+        draft: None,
+        proposal: Proposal,
+        outcome: RoundOutcome,
+    ) -> Int[Array, "B D"]:
         return jnp.full_like(state, NO_TOKEN)
 
-    def with_forced(self, state, forced: Callable[[int], Int[Array, "B D"]]) -> Int[Array, "B D"]:
+    def with_forced(
+        self, state: Int[Array, "B D"], forced: Callable[[int], Int[Array, "B D"]]
+    ) -> Int[Array, "B D"]:
         return forced(state.shape[1])

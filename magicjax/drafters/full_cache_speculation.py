@@ -1,15 +1,18 @@
 """Self-speculation on the target's own full cache, with a cheaper copy of the target."""
 
 from flax import struct
+from jaxtyping import Array, Int
 
 from magicjax.drafters import layer_skipping
-from magicjax.drafters.base import RoundOutcome
+from magicjax.drafters.base import Previous, RoundOutcome
 from magicjax.drafters.sparse import DRAW_HELP
 from magicjax.drafters.target_drafter import LAYERS_HELP, WEIGHTS_HELP, TargetDrafter
 from magicjax.kv_cache.full_cache import KVCache
+from magicjax.kv_cache.model_stats import ModelStats
 from magicjax.model import Model
 from magicjax.options import option
-from magicjax.trees.proposal import DrawMethod
+from magicjax.settings import Settings
+from magicjax.trees.proposal import DrawMethod, Proposal
 
 
 @struct.dataclass
@@ -39,13 +42,26 @@ class FullCacheSpeculation(TargetDrafter):
     layers: str | None = option(None, LAYERS_HELP)
     blocks: Model | None = struct.field(default=None, repr=False)
 
-    def prefill(self, target, tokens, cache, stats, settings, previous=None) -> tuple[()]:
+    def prefill(
+        self,
+        target: Model,
+        tokens: Int[Array, "B T"],
+        cache: KVCache,
+        stats: ModelStats,
+        settings: Settings,
+        previous: Previous | None = None,
+    ) -> tuple[()]:
         return ()
 
     def draft_cache(self, state: tuple[()], cache: KVCache) -> KVCache:
         return layer_skipping.of_cache(cache, self.layer_indices)
 
     def commit(
-        self, target, state: tuple[()], draft: None, proposal, outcome: RoundOutcome
+        self,
+        target: Model,
+        state: tuple[()],
+        draft: None,
+        proposal: Proposal,
+        outcome: RoundOutcome,
     ) -> tuple[()]:
         return ()

@@ -8,12 +8,14 @@ from jaxtyping import Array, Bool, Int
 
 from magicjax.drafters.simulated_rounds import SimulatedRounds
 from magicjax.drafters.text_lookup import TextLookup, TextState, match_lengths, newest_tokens
+from magicjax.kv_cache.full_cache import KVCache
 from magicjax.model import Model
 from magicjax.options import option
 from magicjax.settings import Settings
 from magicjax.trees.merge import merge
 from magicjax.trees.proposal import Proposal
 from magicjax.trees.token_tree import NO_NODE, TokenTree, Tree
+from magicjax.verification.sampling import Sampling
 
 MAX_CHAINS = 64  # the shortest text buffer has as many slots
 
@@ -65,7 +67,13 @@ class PromptLookup(TextLookup):
             )
 
     def propose(
-        self, target, state: TextState, root, cache, sampling, settings: Settings
+        self,
+        target: Model,
+        state: TextState,
+        root: Int[Array, "B"],
+        cache: KVCache,
+        sampling: Sampling | None,
+        settings: Settings,
     ) -> tuple[Proposal, SimulatedRounds]:
         proposal, simulated = super().propose(target, state, root, cache, sampling, settings)
         tree = settings.tree

@@ -32,6 +32,7 @@ from magicjax.drafters.sparse import (
 )
 from magicjax.kv_cache import full_cache
 from magicjax.kv_cache.full_cache import KVCache
+from magicjax.kv_cache.model_stats import ModelStats
 from magicjax.kv_cache.prefill import prefill_cache
 from magicjax.kv_cache.sparse_cache import DraftCache, append_ring
 from magicjax.model import Model
@@ -40,6 +41,7 @@ from magicjax.policies import Policy, StreamingLLM, get_policy
 from magicjax.settings import Settings, StatsSpec
 from magicjax.trees.proposal import DrawMethod, Proposal
 from magicjax.trees.token_tree import Tree
+from magicjax.verification.sampling import Sampling
 from models import EagleConfig, parse_weights
 from sharding import BATCH, KV_HEADS, Split, logical_axes
 
@@ -275,7 +277,13 @@ class SmallModel(Drafter):
         return batch * self.model.state_bytes
 
     def prefill(
-        self, target, tokens, cache, stats, settings: Settings, previous: Previous | None = None
+        self,
+        target: Model,
+        tokens: Int[Array, "B T"],
+        cache: KVCache,
+        stats: ModelStats,
+        settings: Settings,
+        previous: Previous | None = None,
     ) -> SmallModelState:
         draft_cache, sinks = self._prefill(tokens, cache.lengths, settings, previous)
         rows = cache.lengths.shape[0]
@@ -310,7 +318,13 @@ class SmallModel(Drafter):
         return sparse.make_cache(model, full, stats, settings.backend), None
 
     def propose(
-        self, target, state: SmallModelState, root, cache, sampling, settings: Settings
+        self,
+        target: Model,
+        state: SmallModelState,
+        root: Int[Array, "B"],
+        cache: KVCache,
+        sampling: Sampling | None,
+        settings: Settings,
     ) -> tuple[Proposal, DraftedKV]:
         context = DraftContext(
             model=self.model,
@@ -327,7 +341,12 @@ class SmallModel(Drafter):
         return draft_tree(context, settings.tree)
 
     def commit(
-        self, target, state: SmallModelState, draft: DraftedKV, proposal, outcome: RoundOutcome
+        self,
+        target: Model,
+        state: SmallModelState,
+        draft: DraftedKV,
+        proposal: Proposal,
+        outcome: RoundOutcome,
     ) -> SmallModelState:
         """Returns the state with the backlog and the committed nodes that ran in the cache.
 

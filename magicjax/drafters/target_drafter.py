@@ -114,9 +114,9 @@ class TargetDrafter(Drafter):
 
     def propose(
         self,
-        target,
+        target: Model,
         state: Any,
-        root,
+        root: Int[Array, "B"],
         cache: KVCache,
         sampling: Sampling | None,
         settings: Settings,

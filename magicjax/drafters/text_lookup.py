@@ -9,12 +9,16 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int
 
-from magicjax.drafters.base import Drafter, RoundOutcome
+from magicjax.drafters.base import Drafter, Previous, RoundOutcome
 from magicjax.drafters.simulated_rounds import SimulatedRounds
 from magicjax.drafters.text_store import NO_TOKEN
+from magicjax.kv_cache.full_cache import KVCache
+from magicjax.kv_cache.model_stats import ModelStats
+from magicjax.model import Model
 from magicjax.settings import Settings
 from magicjax.trees.proposal import Proposal, deterministic_draws
 from magicjax.trees.token_tree import NO_NODE, ROOT_ONLY, Tree, chain
+from magicjax.verification.sampling import Sampling
 
 ABSENT = -2  # before the first token of a row; equals nothing in a text or a store
 
@@ -62,13 +66,27 @@ class TextLookup(Drafter):
     def draw_methods(self, tree: Tree) -> set[str]:
         return {"top"}
 
-    def prefill(self, target, tokens, cache, stats, settings: Settings, previous=None) -> TextState:
+    def prefill(
+        self,
+        target: Model,
+        tokens: Int[Array, "B T"],
+        cache: KVCache,
+        stats: ModelStats,
+        settings: Settings,
+        previous: Previous | None = None,
+    ) -> TextState:
         text = jnp.pad(tokens, ((0, 0), (0, settings.capacity - tokens.shape[1])))
         simulated = SimulatedRounds.create(tokens.shape[0], settings.tree.depth)
         return TextState(text, cache.lengths, simulated)
 
     def propose(
-        self, target, state: TextState, root, cache, sampling, settings: Settings
+        self,
+        target: Model,
+        state: TextState,
+        root: Int[Array, "B"],
+        cache: KVCache,
+        sampling: Sampling | None,
+        settings: Settings,
     ) -> tuple[Proposal, SimulatedRounds]:
         text = state.text.at[jnp.arange(root.shape[0]), state.count].set(root)
         if settings.tree.num_nodes == 1:
@@ -90,7 +108,12 @@ class TextLookup(Drafter):
         return jnp.where(parents == NO_NODE, -1, tokens)
 
     def commit(
-        self, target, state: TextState, draft: SimulatedRounds, proposal, outcome: RoundOutcome
+        self,
+        target: Model,
+        state: TextState,
+        draft: SimulatedRounds,
+        proposal: Proposal,
+        outcome: RoundOutcome,
     ) -> TextState:
         tokens = jnp.take_along_axis(proposal.tokens, outcome.path, 1)
         write = jax.vmap(lambda row, new, start: jax.lax.dynamic_update_slice(row, new, (start,)))
