@@ -24,6 +24,7 @@ from magicjax.drafters.target_drafter import TargetDrafter
 from magicjax.kv_cache import full_cache
 from magicjax.kv_cache.attend import KV, AttendLevel, empty_nodes
 from magicjax.kv_cache.full_cache import KVCache
+from magicjax.kv_cache.model_stats import ModelStats
 from magicjax.model import Model
 from magicjax.settings import Settings, StatsSpec
 from magicjax.trees import token_tree
@@ -111,16 +112,16 @@ class _Chain:
         kept = (steps <= result.accepted[:, None]) & (index < self.length)
         index = jnp.where(kept, index, jax.tree.leaves(kv)[0].shape[1])  # beyond the end: dropped
 
-        def put(old, new, at):
-            return old.at[rows, at].set(new, mode="drop")
+        def put(old, new, indices):
+            return old.at[rows, indices].set(new, mode="drop")
 
-        path = result.path, tokens.shape[1] + index
+        entries_index = tokens.shape[1] + index
         return dataclasses.replace(
             self,
             tokens=put(self.tokens, result.emitted(tokens), index + 1),
             count=jnp.minimum(self.count + result.accepted + 1, self.length),
             q=None if self.q is None else put(self.q, q, index),
-            kv=jax.tree.map(lambda entries: _keep_path(entries, *path), kv),
+            kv=jax.tree.map(lambda entries: _keep_path(entries, result.path, entries_index), kv),
         )
 
     def proposal(self) -> Proposal:
@@ -192,12 +193,12 @@ class Cascade(Drafter):
     def __post_init__(self):
         super().__post_init__()
         first, middle = self.first, self.middle
-        for each in (first, *first.members()) if isinstance(first, Drafter) else (first,):
-            if getattr(type(each), "rewind", Drafter.rewind) is Drafter.rewind:
+        for drafter in (first, *first.members()) if isinstance(first, Drafter) else (first,):
+            if getattr(type(drafter), "rewind", Drafter.rewind) is Drafter.rewind:
                 raise ValueError(
-                    f"first={type(each).__name__}: it cannot draft within a round, because it does "
-                    "not define `rewind`; use PromptLookup, SuffixLookup, SmallModel, Eagle, MTP, "
-                    "or an Ensemble"
+                    f"first={type(drafter).__name__}: it cannot draft within a round, because it "
+                    "does not define `rewind`; use PromptLookup, SuffixLookup, SmallModel, Eagle, "
+                    "MTP, or an Ensemble"
                 )
         if not isinstance(middle, TargetDrafter):
             raise ValueError(
@@ -236,24 +237,24 @@ class Cascade(Drafter):
 
     def check(self, target: Model, tree: Tree, depth: int, context: int) -> None:
         """Raises ValueError if the first tree is only a root or too deep, or as its drafters."""
-        first_tree, own = self._trees(tree)
+        first_tree, target_tree = self._trees(tree)
         if first_tree.num_nodes < 2:
             raise ValueError("first_tree has only a root: give it a child")
-        if first_tree.depth > own.depth:
+        if first_tree.depth > target_tree.depth:
             raise ValueError(
                 f"the first drafter's tree has depth {first_tree.depth}, and the target verifies "
-                f"a chain of {own.depth}: use at least chain:{first_tree.depth} for the target, or "
-                "a shallower first tree"
+                f"a chain of {target_tree.depth}: use at least chain:{first_tree.depth} for the "
+                "target, or a shallower first tree"
             )
-        reads_inputs = [each for each in self.first.members() if isinstance(each, Eagle)]
-        if reads_inputs and self.middle.layers is not None:
+        learned_heads = [drafter for drafter in self.first.members() if isinstance(drafter, Eagle)]
+        if learned_heads and self.middle.layers is not None:
             raise ValueError(
                 f"the first drafter is a learned head, which reads inputs of all layers, and "
                 f"the middle one has layers={self.middle.layers!r} only: omit layers, or use "
                 "another first drafter"
             )
         self.first.check(target, first_tree, depth, context)
-        self.middle.check(target, own, depth, context)
+        self.middle.check(target, target_tree, depth, context)
 
     def draw_methods(self, tree: Tree) -> set[str]:
         """Returns those of the first drafter: the chain has one draw below a node."""
@@ -270,7 +271,8 @@ class Cascade(Drafter):
         return self.first.stats_spec() | self.middle.stats_spec()
 
     def cache_bytes(self, target: Model, batch: int, capacity: int) -> int:
-        return sum(each.cache_bytes(target, batch, capacity) for each in (self.first, self.middle))
+        drafters = self.first, self.middle
+        return sum(drafter.cache_bytes(target, batch, capacity) for drafter in drafters)
 
     def state_bytes(self, batch: int) -> int:
         return self.first.state_bytes(batch) + self.middle.state_bytes(batch)
@@ -287,39 +289,51 @@ class Cascade(Drafter):
 
     def _with_settings(self, settings: Settings) -> tuple[Settings, Settings]:
         """Returns the settings of the first and the middle drafter."""
-        first_tree, own = self._trees(settings.tree)
-        first = dataclasses.replace(settings, tree=first_tree, max_backlog=own.depth)
-        return first, dataclasses.replace(settings, tree=own)
+        first_tree, target_tree = self._trees(settings.tree)
+        first = dataclasses.replace(settings, tree=first_tree, max_backlog=target_tree.depth)
+        return first, dataclasses.replace(settings, tree=target_tree)
 
     def prefill(
-        self, target, tokens, cache, stats, settings, previous: Previous | None = None
+        self,
+        target: Model,
+        tokens: Int[Array, "B T"],
+        cache: KVCache,
+        stats: ModelStats,
+        settings: Settings,
+        previous: Previous | None = None,
     ) -> CascadeState:
         first, middle = self._with_settings(settings)
-        before: list[Previous | None] = [None, None]
+        previous_first = previous_middle = None
         if previous is not None:
-            states = previous.state.first, previous.state.middle
-            before = [Previous(state, previous.reused) for state in states]
-        arguments = target, tokens, cache, stats
+            previous_first = Previous(previous.state.first, previous.reused)
+            previous_middle = Previous(previous.state.middle, previous.reused)
         return CascadeState(
-            self.first.prefill(*arguments, first, before[0]),
-            self.middle.prefill(*arguments, middle, before[1]),
+            self.first.prefill(target, tokens, cache, stats, first, previous_first),
+            self.middle.prefill(target, tokens, cache, stats, middle, previous_middle),
         )
 
     def propose(
-        self, target, state: CascadeState, root, cache: KVCache, sampling, settings: Settings
+        self,
+        target: Model,
+        state: CascadeState,
+        root: Int[Array, "B"],
+        cache: KVCache,
+        sampling: Sampling | None,
+        settings: Settings,
     ) -> tuple[Proposal, CascadeDraft]:
         first, middle = self._with_settings(settings)
-        arguments = root, cache, sampling
-        context, middle_draft = self.middle.draft_context(target, state.middle, *arguments, middle)
+        context, middle_draft = self.middle.draft_context(
+            target, state.middle, root, cache, sampling, middle
+        )
         if middle.tree.num_nodes == 1:
-            proposal, draft = self.first.propose(target, state.first, *arguments, first)
+            proposal, draft = self.first.propose(target, state.first, root, cache, sampling, first)
             return proposal, CascadeDraft(draft, middle_draft, state.first)
         if sampling is not None:
             keys = keys_within_round(sampling.keys, cache.lengths)
             sampling = dataclasses.replace(sampling, keys=keys)
         setup = _RoundSetup(target, cache, context, sampling, first)
-        begun = self._begin(setup, state.first, middle.tree.depth)
-        extended, draft = self._extend(setup, begun)
+        root_chain = self._root_chain(setup, state.first, middle.tree.depth)
+        extended, draft = self._extend(setup, root_chain)
         if self.first_tree is None:
             return extended.proposal(), CascadeDraft(draft, middle_draft, state.first)
         full = jax.lax.while_loop(
@@ -329,7 +343,7 @@ class Cascade(Drafter):
         )
         return full.proposal(), CascadeDraft(draft, middle_draft, full.first)
 
-    def _begin(self, setup: _RoundSetup, first: Any, length: int) -> _Chain:
+    def _root_chain(self, setup: _RoundSetup, first: Any, length: int) -> _Chain:
         """Returns the chain of only the root."""
         context, rows = setup.context, setup.context.root.shape[0]
         q = None
@@ -356,8 +370,10 @@ class Cascade(Drafter):
         logits, kv, layer_inputs = self._score(setup.context, chain, proposal, cache.lengths)
         verifier = "greedy" if sampling is None else "mss"
         depth = self.first.shape(setup.settings.tree).depth
-        verified = logits, proposal, depth, sampling, cache.lengths, axis_names
-        result = target.layout.broadcast_decision(verify.verify_tree(verifier, *verified))
+        result = verify.verify_tree(
+            verifier, logits, proposal, depth, sampling, cache.lengths, axis_names
+        )
+        result = target.layout.broadcast_decision(result)
         q = None
         if sampling is not None:
             q = warp(sampling, result.along_path(logits), axis_names)
@@ -369,9 +385,9 @@ class Cascade(Drafter):
             result.path, committed, nodes_kv, (), layer_inputs, cache, setup.settings.backend
         )
         first = commit_checked(self.first, target, chain.first, draft, proposal, outcome)
-        longer = dataclasses.replace(chain.extended(proposal.tokens, result, q, kv), first=first)
+        extended = dataclasses.replace(chain.extended(proposal.tokens, result, q, kv), first=first)
         node_of = _nodes_of_chain(result, proposal.tokens.shape[1])
-        return longer, self.first.renumber(draft, node_of, chain.length + 1)
+        return extended, self.first.renumber(draft, node_of, chain.length + 1)
 
     def _draft(self, setup: _RoundSetup, chain: _Chain) -> tuple[Proposal, Any, KVCache]:
         """Returns the first drafter's tree below the chain's last token, and its draft.
@@ -400,8 +416,8 @@ class Cascade(Drafter):
         """
         rows, nodes = proposal.tokens.shape
         mask = jnp.asarray(token_tree.ancestor_mask(proposal.parents))
-        before = Backlog(chain.tokens, chain.count)  # its entries too come after the nodes'
-        mask = see_backlog(before, jnp.broadcast_to(mask, (rows, nodes, nodes)))
+        backlog = Backlog(chain.tokens, chain.count)  # its entries too come after the nodes'
+        mask = see_backlog(backlog, jnp.broadcast_to(mask, (rows, nodes, nodes)))
         positions = position[:, None] + token_tree.depths(proposal.parents)
         positions = jnp.broadcast_to(positions, proposal.tokens.shape)
         attend = AttendLevel(
@@ -413,7 +429,7 @@ class Cascade(Drafter):
 
     def commit(
         self,
-        target,
+        target: Model,
         state: CascadeState,
         draft: CascadeDraft,
         proposal: Proposal,
@@ -424,20 +440,19 @@ class Cascade(Drafter):
         The first drafter commits from its state before the round. What its first tree did not
         include is the next backlog of a small model.
         """
-        before = self.first.rewind(state.first, draft.advanced)
-        verified = proposal, outcome
+        first = self.first.rewind(state.first, draft.advanced)
         return CascadeState(
-            commit_checked(self.first, target, before, draft.first, *verified),
-            commit_checked(self.middle, target, state.middle, draft.middle, *verified),
+            commit_checked(self.first, target, first, draft.first, proposal, outcome),
+            commit_checked(self.middle, target, state.middle, draft.middle, proposal, outcome),
         )
 
-    def insert(self, state: CascadeState, row: CascadeState, slot) -> CascadeState:
+    def insert(self, state: CascadeState, row: CascadeState, slot: Int[Array, ""]) -> CascadeState:
         return CascadeState(
             self.first.insert(state.first, row.first, slot),
             self.middle.insert(state.middle, row.middle, slot),
         )
 
-    def extract(self, state: CascadeState, slot) -> CascadeState:
+    def extract(self, state: CascadeState, slot: Int[Array, ""]) -> CascadeState:
         return CascadeState(
             self.first.extract(state.first, slot),
             self.middle.extract(state.middle, slot),

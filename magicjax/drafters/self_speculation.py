@@ -10,7 +10,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from magicjax.drafters import layer_skipping
-from magicjax.drafters.base import RoundOutcome
+from magicjax.drafters.base import Previous, RoundOutcome
 from magicjax.drafters.sparse import (
     BUDGET,
     BUDGET_HELP,
@@ -23,14 +23,14 @@ from magicjax.drafters.sparse import (
     check_refresh,
 )
 from magicjax.drafters.target_drafter import LAYERS_HELP, WEIGHTS_HELP, TargetDrafter
-from magicjax.kv_cache.full_cache import elements
+from magicjax.kv_cache.full_cache import KVCache, elements
 from magicjax.kv_cache.model_stats import ModelStats, RecentQueries, update_from_path
 from magicjax.kv_cache.sparse_cache import DraftCache, append_ring, repin
 from magicjax.model import Model, softcap_of
 from magicjax.options import option
 from magicjax.policies import Policy, StreamingLLM, get_policy
 from magicjax.settings import Settings, StatsSpec
-from magicjax.trees.proposal import DrawMethod
+from magicjax.trees.proposal import DrawMethod, Proposal
 from magicjax.trees.token_tree import Tree
 from pallas_kernels import prefix_mass
 
@@ -137,7 +137,13 @@ class SelfSpeculation(TargetDrafter):
         return self.sparse.num_bytes(self.part_of(target), batch)
 
     def prefill(
-        self, target, tokens, cache, stats, settings: Settings, previous=None
+        self,
+        target: Model,
+        tokens: Int[Array, "B T"],
+        cache: KVCache,
+        stats: ModelStats,
+        settings: Settings,
+        previous: Previous | None = None,
     ) -> SelfSpeculationState:
         cache = layer_skipping.of_cache(cache, self.layer_indices)
         stats = self.sparse.select_stats(layer_skipping.of_stats(stats, self.layer_indices))
@@ -148,12 +154,17 @@ class SelfSpeculation(TargetDrafter):
             draft_cache, stats, cache.lengths, jnp.zeros_like(cache.lengths)
         )
 
-    def draft_cache(self, state: SelfSpeculationState, cache) -> DraftCache:
+    def draft_cache(self, state: SelfSpeculationState, cache: KVCache) -> DraftCache:
         states = layer_skipping.of_cache(cache, self.layer_indices).states
         return dataclasses.replace(state.cache, states=states)
 
     def commit(
-        self, target, state: SelfSpeculationState, draft: None, proposal, outcome: RoundOutcome
+        self,
+        target: Model,
+        state: SelfSpeculationState,
+        draft: None,
+        proposal: Proposal,
+        outcome: RoundOutcome,
     ) -> SelfSpeculationState:
         outcome = layer_skipping.of_outcome(outcome, self.layer_indices)
         path, committed = outcome.path, outcome.committed
@@ -187,19 +198,20 @@ class SelfSpeculation(TargetDrafter):
         stats, full, backend = state.stats, outcome.cache, outcome.backend
         if stats.total is not None:
             assert stats.queries is not None
-            first = jnp.where(due, state.counted, jnp.iinfo(jnp.int32).max)
+            start = jnp.where(due, state.counted, jnp.iinfo(jnp.int32).max)
+            softcap = softcap_of(target.config)
+
+            def with_new_mass(total, queries, k):
+                if total is None:
+                    return None
+                keys = elements(k, target.dtype)
+                mass = _mass_since(queries, keys, start, softcap=softcap, backend=backend)
+                return total + target.sum_over_replicas(mass)
+
             layers = zip(stats.total, stats.queries, full.k, strict=True)
-            options = dict(softcap=softcap_of(target.config), backend=backend)
-            total = tuple(
-                old
-                if old is None
-                else old
-                + target.sum_over_replicas(
-                    _mass_since(q, elements(k, target.dtype), first, **options)
-                )
-                for old, q, k in layers
+            stats = dataclasses.replace(
+                stats, total=tuple(with_new_mass(*layer) for layer in layers)
             )
-            stats = dataclasses.replace(stats, total=total)
         chosen = self.sparse.choose_pins(self.part_of(target), full, stats, backend)
         pins = jax.tree.map(
             lambda new, old: jnp.where(due[:, None, None], new, old), chosen, state.cache.pinned
@@ -211,9 +223,9 @@ class SelfSpeculation(TargetDrafter):
 def _mass_since(
     queries: RecentQueries,
     keys: Float[Array, "B K S D"],
-    first: Int[Array, "B"],
+    start: Int[Array, "B"],
     **options: Any,
 ) -> Float[Array, "B K S"]:
-    """Returns the attention of the window's queries at position `first` and later."""
-    seen = jnp.where(queries.seen > first[:, None], queries.seen, 0)
+    """Returns the attention of the window's queries at position `start` and later."""
+    seen = jnp.where(queries.seen > start[:, None], queries.seen, 0)
     return prefix_mass(queries.q, keys, seen, queries.lse, **options)
