@@ -38,8 +38,8 @@ def score(
     proposed: PerDevice,
 ) -> PerDevice:
     """Returns the target's logits of the nodes, not masked yet, and what `verify` needs besides."""
-    part = slots.first_rows(state, settings.rows)
-    return PerDevice.pack(loop.score(settings, target, drafter, part, proposed.unpack()))
+    decoded = slots.first_rows(state, settings.rows)
+    return PerDevice.pack(loop.score(settings, target, drafter, decoded, proposed.unpack()))
 
 
 def verify(
@@ -55,7 +55,7 @@ def verify(
     scores: loop.Scored = scored.unpack()
     logits = masking.mask(scores.logits, allowed, target.config.vocab_size, target.split.axes)
     scores = scores.replace(logits=logits)  # type: ignore[attr-defined]
-    part = slots.first_rows(state, settings.rows)
-    part = dataclasses.replace(part, rounds=jnp.zeros_like(part.rounds))
-    part = loop.verify_and_commit(settings, target, drafter, part, proposed.unpack(), scores)
-    return slots.with_first_rows(state, part)
+    decoded = slots.first_rows(state, settings.rows)
+    decoded = dataclasses.replace(decoded, rounds=jnp.zeros_like(decoded.rounds))
+    decoded = loop.verify_and_commit(settings, target, drafter, decoded, proposed.unpack(), scores)
+    return slots.with_first_rows(state, decoded)

@@ -158,21 +158,26 @@ def prompt_logprobs(
       cache: without tokens, so that one program serves all lengths; None: of `settings.capacity`.
     """
     assert settings.logprobs is not None
-    (last,), chunk, count = settings.stats_spec.layer_inputs, settings.chunk, settings.logprobs
-    tokens, begun = rows.tokens, (settings.stats_spec, cache)
-    _, _, stats = prefill_cache(target, tokens, rows.lengths, settings, *begun)
-    outputs, shape = stats.layer_inputs[last], tokens.shape
-    following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
+    (last_layer,) = settings.stats_spec.layer_inputs
+    chunk = settings.chunk
+    count = settings.logprobs
+    shape = rows.tokens.shape
+    _, _, stats = prefill_cache(
+        target, rows.tokens, rows.lengths, settings, settings.stats_spec, cache
+    )
+    hidden = stats.layer_inputs[last_layer]
+    next_tokens = jnp.pad(rows.tokens[:, 1:], ((0, 0), (0, 1)))
 
-    def part(x, i):
+    def chunk_of(x, i):
         return jax.lax.dynamic_slice_in_dim(x, i * chunk, chunk, 1)
 
+    def write_chunk(x, new, i):
+        return jax.lax.dynamic_update_slice_in_dim(x, new, i * chunk, 1)
+
     def run_chunk(i, logprobs):
-        logits = target.unembed(part(outputs, i))
-        new = log_probs(logits, part(following, i), count, target.split.axes)
-        return jax.tree.map(
-            lambda all, x: jax.lax.dynamic_update_slice_in_dim(all, x, i * chunk, 1), logprobs, new
-        )
+        logits = target.unembed(chunk_of(hidden, i))
+        new = log_probs(logits, chunk_of(next_tokens, i), count, target.split.axes)
+        return jax.tree.map(lambda x, new: write_chunk(x, new, i), logprobs, new)
 
     empty = LogProbs(
         jnp.zeros(shape, jnp.float32),
@@ -198,14 +203,17 @@ def init_state(
     """
     drafter_state = None
     if drafter is not None:
-        stats = prefilled.stats
-        drafter_state = drafter.prefill(target, rows.tokens, cache, stats, settings, previous)
-    is_nan, path = prefilled.first == NAN, settings.shape.depth + 1
+        drafter_state = drafter.prefill(
+            target, rows.tokens, cache, prefilled.stats, settings, previous
+        )
+    is_nan = prefilled.first == NAN
     first = jnp.where(is_nan, 0, prefilled.first)
-    batch, slots = first.shape[0], settings.max_tokens + path
+    batch = first.shape[0]
+    path_length = settings.shape.depth + 1
+    output_length = settings.max_tokens + path_length
 
     def buffer(x):  # [B, 1, ...]
-        return jnp.zeros((batch, slots, *x.shape[2:]), x.dtype).at[:, 0].set(x[:, 0])
+        return jnp.zeros((batch, output_length, *x.shape[2:]), x.dtype).at[:, 0].set(x[:, 0])
 
     emitted = jnp.where(is_nan, 0, 1).astype(jnp.int32)
     return DecodeState(
@@ -216,8 +224,8 @@ def init_state(
         output=buffer(first[:, None]),
         emitted=emitted,
         ended=is_nan | _is_eos(first[:, None], rows.eos)[:, 0] | (emitted >= rows.limits),
-        histogram=jnp.zeros((batch, path), jnp.int32),
-        ranks=jnp.zeros((batch, path, max(1, settings.shape.width)), jnp.int32),
+        histogram=jnp.zeros((batch, path_length), jnp.int32),
+        ranks=jnp.zeros((batch, path_length, max(1, settings.shape.width)), jnp.int32),
         nodes=jnp.zeros(batch, jnp.int32),
         rounds=jnp.zeros((), jnp.int32),
         logprobs=jax.tree.map(buffer, prefilled.logprobs),
@@ -232,18 +240,23 @@ def _prefilled(
     stats: ModelStats,
 ) -> Prefilled:
     """Returns the first tokens, chosen from the hidden states of the prompts' last tokens."""
-    logits, axis_names, processor = target.unembed(hidden), target.split.axes, rows.processor
+    logits = target.unembed(hidden)
+    axis_names = target.split.axes
+    processor = rows.processor
     is_nan = _is_nan(logits)
     if processor is not None:  # the text is empty: no token is at the root
         root = jnp.full_like(rows.lengths, logits_processor.NO_TOKEN)[:, None]
+        parents = token_tree.ROOT_ONLY.array
         emitted = jnp.zeros_like(rows.lengths)
-        at = root, token_tree.ROOT_ONLY.array, emitted
-        logits = logits_processor.process(processor, logits[:, None], *at, rows.eos, axis_names)
-        logits = logits[:, 0]
+        logits = logits_processor.process(
+            processor, logits[:, None], root, parents, emitted, rows.eos, axis_names
+        )[:, 0]
     if rows.allowed is not None:
         logits = masking.mask(logits, rows.allowed, target.config.vocab_size, axis_names)
     if processor is not None:
-        logits = logits_processor.end_reasoning(processor, logits[:, None], *at, axis_names)[:, 0]
+        logits = logits_processor.end_reasoning(
+            processor, logits[:, None], root, parents, emitted, axis_names
+        )[:, 0]
     if rows.sampling is None:
         first = collectives.argmax(logits, axis_names)
     else:
@@ -273,11 +286,16 @@ def propose(
     """Returns the nodes of a round; without a drafter, the roots."""
     with jax.named_scope("propose"):
         if drafter is None:
-            proposal, draft = Proposal(state.pending[:, None], token_tree.ROOT_ONLY.array), None
+            proposal = Proposal(state.pending[:, None], token_tree.ROOT_ONLY.array)
+            draft = None
         else:
-            cache, sampling = _live_cache(state), _live_sampling(state)
             proposed = drafter.propose(
-                target, state.drafter, state.pending, cache, sampling, settings
+                target,
+                state.drafter,
+                state.pending,
+                _live_cache(state),
+                _live_sampling(state),
+                settings,
             )
             proposal, draft = _validated_proposal(proposed, type(drafter).__name__, state)
             proposal = proposal.in_vocabulary(state.pending, target.config.vocab_size)
@@ -298,27 +316,39 @@ def score(
     with jax.named_scope("score"):
         positions = state.cache.lengths[:, None] + token_tree.depths(proposal.parents)
         mask = jnp.asarray(token_tree.ancestor_mask(proposal.parents))
-        spec = StatsSpec() if drafter is None else drafter.stats_spec()
+        stats_spec = StatsSpec() if drafter is None else drafter.stats_spec()
         positions = jnp.broadcast_to(positions, proposal.tokens.shape)
         # Nodes without tokens and rows that have ended are zeros. Without biases after the
         # attention and learned positions they remain zeros, which native products skip.
         is_root = jnp.arange(proposal.tokens.shape[1]) == 0
         empty = token_tree.padding(proposal.parents) | (without_draft[:, None] & ~is_root)
         live = ~(state.ended[:, None] | empty)
-        scored = proposal.tokens
+        tokens = proposal.tokens
         if target.empty_token is not None:
-            scored = jnp.where(live, scored, target.empty_token)
+            tokens = jnp.where(live, tokens, target.empty_token)
         attend = AttendTo(
-            _live_cache(state), mask, settings.backend, spec.rounds, positions=positions, live=live
+            _live_cache(state),
+            mask,
+            settings.backend,
+            stats_spec.rounds,
+            positions=positions,
+            live=live,
         )
-        hidden, aux, inputs = target(scored, positions, attend, spec.layer_inputs)
+        hidden, aux, layer_inputs = target(tokens, positions, attend, stats_spec.layer_inputs)
         kv, queries = zip(*aux, strict=True)
         logits = target.unembed(hidden)
         is_nan = _is_nan(logits)
         if state.rows.processor is not None:
-            at = proposal.tokens, proposal.parents, state.emitted, state.rows.eos, target.split.axes
-            logits = logits_processor.process(state.rows.processor, logits, *at)
-        return Scored(logits, kv, queries, inputs, is_nan)
+            logits = logits_processor.process(
+                state.rows.processor,
+                logits,
+                proposal.tokens,
+                proposal.parents,
+                state.emitted,
+                state.rows.eos,
+                target.split.axes,
+            )
+        return Scored(logits, kv, queries, layer_inputs, is_nan)
 
 
 def verify_and_commit(
@@ -333,8 +363,14 @@ def verify_and_commit(
     proposal, logits = proposed.proposal, scored.logits
     with jax.named_scope("verify"):
         if state.rows.processor is not None:
-            at = proposal.tokens, proposal.parents, state.emitted, target.split.axes
-            logits = logits_processor.end_reasoning(state.rows.processor, logits, *at)
+            logits = logits_processor.end_reasoning(
+                state.rows.processor,
+                logits,
+                proposal.tokens,
+                proposal.parents,
+                state.emitted,
+                target.split.axes,
+            )
         result = verify.verify_tree(
             settings.verifier,
             logits,
@@ -356,8 +392,15 @@ def verify_and_commit(
     with jax.named_scope("commit"):
         committed = committed + full_cache.zero_after(result.bonus)
         cache = full_cache.append(state.cache, scored.kv, result.path, committed)
-        of_nodes = scored.kv, scored.queries, scored.layer_inputs
-        outcome = RoundOutcome(result.path, committed, *of_nodes, cache, settings.backend)
+        outcome = RoundOutcome(
+            path=result.path,
+            committed=committed,
+            kv=scored.kv,
+            queries=scored.queries,
+            layer_inputs=scored.layer_inputs,
+            cache=cache,
+            backend=settings.backend,
+        )
         if drafter is not None:
             drafter_state = commit_checked(
                 drafter, target, state.drafter, proposed.draft, proposal, outcome
@@ -394,8 +437,8 @@ def _logprobs_if_wanted(
 
     def compute():
         assert settings.logprobs is not None
-        chosen_from = result.along_path(logits)
-        return log_probs(chosen_from, tokens, settings.logprobs, target.split.axes)
+        path_logits = result.along_path(logits)
+        return log_probs(path_logits, tokens, settings.logprobs, target.split.axes)
 
     shapes = jax.eval_shape(compute)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
@@ -415,36 +458,36 @@ def decode(
     tree than the settings'.
     """
 
-    def goes_on(state):
+    def cond(state):
         return ~state.ended.all()
 
-    return run_while(goes_on, settings, target, drafter, state, max_rounds)
+    return run_while(cond, settings, target, drafter, state, max_rounds)
 
 
 def run_while(
-    condition: Callable,
+    cond: Callable,
     settings: Settings,
     target: Model,
     drafter: Drafter | None,
     state: DecodeState,
     max_rounds: Int[Array, ""],
 ) -> DecodeState:
-    """Returns the state after `max_rounds` rounds, or when the condition on it is false."""
+    """Returns the state after `max_rounds` rounds, or when `cond` of it is false."""
 
-    def running(state):
-        return target.layout.any_running(condition(state)) & (state.rounds < max_rounds)
+    def any_running(state):
+        return target.layout.any_running(cond(state)) & (state.rounds < max_rounds)
 
     state = dataclasses.replace(state, rounds=jnp.zeros_like(state.rounds))
 
     def body(state):
         return step(settings, target, drafter, state)
 
-    state = jax.lax.while_loop(running, body, state)
+    state = jax.lax.while_loop(any_running, body, state)
     rounds = collectives.pmax(state.rounds, settings.data_axes)
     return dataclasses.replace(state, rounds=rounds)
 
 
-def _validated_proposal(proposed: Any, drafter: str, state: DecodeState) -> tuple[Proposal, Any]:
+def _validated_proposal(proposed: Any, name: str, state: DecodeState) -> tuple[Proposal, Any]:
     """Returns what a drafter proposes, if its types and shapes are right; runs while tracing.
 
     Raises:
@@ -452,21 +495,21 @@ def _validated_proposal(proposed: Any, drafter: str, state: DecodeState) -> tupl
     """
     if not (isinstance(proposed, tuple) and len(proposed) == 2):
         raise TypeError(
-            f"{drafter}.propose returned {type(proposed).__name__}: return (Proposal, what "
+            f"{name}.propose returned {type(proposed).__name__}: return (Proposal, what "
             "`commit` needs of it)"
         )
     proposal, rows = proposed[0], len(state.pending)
     if not isinstance(proposal, Proposal):
-        raise TypeError(f"{drafter}.propose returned {type(proposal).__name__}, not a Proposal")
+        raise TypeError(f"{name}.propose returned {type(proposal).__name__}, not a Proposal")
     tokens, nodes = proposal.tokens, proposal.parents.shape[-1]
     if tokens.shape != (rows, nodes) or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise TypeError(
-            f"{drafter}.propose returned tokens {tokens.dtype}{list(tokens.shape)} for parents of "
+            f"{name}.propose returned tokens {tokens.dtype}{list(tokens.shape)} for parents of "
             f"{nodes} nodes: they must be int32 [rows, nodes] = {[rows, nodes]}"
         )
     if state.rows.sampling is not None and nodes > 1 and proposal.draws is None:
         raise TypeError(
-            f"{drafter}.propose returned no draws under sampling: give Proposal its draws, for "
+            f"{name}.propose returned no draws under sampling: give Proposal its draws, for "
             "tokens that are not drawn at random `magicjax.trees.proposal.deterministic_draws`"
         )
     return proposed
@@ -489,20 +532,20 @@ def _truncate(
     A row keeps all accepted + 1 tokens unless it reaches an EOS or its limit; a row that had ended
     keeps none.
     """
-    index = jnp.arange(tokens.shape[1])
-    is_eos = _is_eos(tokens, state.rows.eos) & (index <= result.accepted[:, None])
+    step = jnp.arange(tokens.shape[1])
+    is_eos = _is_eos(tokens, state.rows.eos) & (step <= result.accepted[:, None])
     first_eos = is_eos.argmax(-1).astype(jnp.int32)  # int64 in 64-bit mode
     up_to_eos = jnp.where(is_eos.any(-1), first_eos, result.accepted) + 1
     committed = jnp.minimum(up_to_eos, state.rows.limits - state.emitted)
     committed = jnp.where(state.ended, 0, committed)
-    reached_eos = (is_eos & (index < committed[:, None])).any(-1)
+    reached_eos = (is_eos & (step < committed[:, None])).any(-1)
     return committed, state.ended | reached_eos | (state.emitted + committed >= state.rows.limits)
 
 
 def _count(state: DecodeState, proposal: Proposal, result: verify.VerifyResult) -> DecodeState:
     """Returns the state with the counters of a round added, before its tokens are."""
     active = ~state.ended
-    drafts = active & state.rows.speculative
+    speculates = active & state.rows.speculative
     depths = jnp.arange(state.histogram.shape[1])
     accepted = (depths == result.accepted[:, None]) & active[:, None]
     tries = jnp.arange(state.ranks.shape[2])
@@ -513,7 +556,7 @@ def _count(state: DecodeState, proposal: Proposal, result: verify.VerifyResult) 
         state,
         histogram=state.histogram + accepted,
         ranks=state.ranks.at[:, : at_rank.shape[1]].add(at_rank),
-        nodes=state.nodes + jnp.where(drafts, nodes - 1, 0).astype(jnp.int32),
+        nodes=state.nodes + jnp.where(speculates, nodes - 1, 0).astype(jnp.int32),
         rounds=state.rounds + 1,
     )
 

@@ -67,14 +67,14 @@ def decode_until_row_ends(
     On a mesh, each group of devices stops when one of its own rows has ended. With `settings.rows`
     only the first slots are decoded, and their caches are read and written in place.
     """
-    part = first_rows(state, settings.rows)
-    before = part.ended
+    decoded = first_rows(state, settings.rows)
+    ended_before = decoded.ended
 
-    def goes_on(state):
-        return (state.ended == before).all() & ~state.ended.all()
+    def cond(state):
+        return (state.ended == ended_before).all() & ~state.ended.all()
 
-    part = run_while(goes_on, settings, target, drafter, part, max_rounds)
-    return with_first_rows(state, part)
+    decoded = run_while(cond, settings, target, drafter, decoded, max_rounds)
+    return with_first_rows(state, decoded)
 
 
 def first_rows(state: DecodeState, rows: int | None) -> DecodeState:
@@ -87,22 +87,22 @@ def first_rows(state: DecodeState, rows: int | None) -> DecodeState:
             return dataclasses.replace(x, lengths=x.lengths[:rows])
         return x[:rows]
 
-    part = jax.tree.map(first, _without_rounds(state), is_leaf=_is_cache)
-    return dataclasses.replace(part, rounds=state.rounds)
+    decoded = jax.tree.map(first, _without_rounds(state), is_leaf=_is_cache)
+    return dataclasses.replace(decoded, rounds=state.rounds)
 
 
-def with_first_rows(state: DecodeState, part: DecodeState) -> DecodeState:
+def with_first_rows(state: DecodeState, decoded: DecodeState) -> DecodeState:
     """Returns the state with the rows of `first_rows` after some rounds."""
-    if len(part.ended) == len(state.ended):
-        return part
+    if len(decoded.ended) == len(state.ended):
+        return decoded
 
     def put(old, new):
         if isinstance(old, KVCache):
             return dataclasses.replace(new, lengths=put(old.lengths, new.lengths))
         return jax.lax.dynamic_update_slice_in_dim(old, new, 0, 0)
 
-    rows = _without_rounds(state), _without_rounds(part)
-    return dataclasses.replace(jax.tree.map(put, *rows, is_leaf=_is_cache), rounds=part.rounds)
+    rows = jax.tree.map(put, _without_rounds(state), _without_rounds(decoded), is_leaf=_is_cache)
+    return dataclasses.replace(rows, rounds=decoded.rounds)
 
 
 def _is_cache(x: Any) -> bool:
