@@ -292,7 +292,7 @@ class Controller:
         """
         histogram = self.histogram.copy()
         histogram[slot] = 0
-        acceptance = {name: one.joined(slot) for name, one in self.acceptance.items()}
+        acceptance = {name: counts.joined(slot) for name, counts in self.acceptance.items()}
         others = self.disabled - {slot}
         return dataclasses.replace(
             self,
@@ -345,13 +345,13 @@ class Controller:
         drafts = np.array([row not in self.disabled for row in rows])
         idle = [
             name
-            for name, one in self.acceptance.items()
-            if name != best.drafter and one.idle >= IDLE_ROUNDS
+            for name, acceptance in self.acceptance.items()
+            if name != best.drafter and acceptance.idle >= IDLE_ROUNDS
         ]
         for name in sorted(idle, key=lambda name: -self.acceptance[name].idle):
-            own = [mode for mode in self.modes if mode.drafter == name]
-            if any(self._cost(mode, 1.0 + mode.depth * drafts, left) < cost for mode in own):
-                return min(own, key=lambda mode: mode.depth)
+            modes = [mode for mode in self.modes if mode.drafter == name]
+            if any(self._cost(mode, 1.0 + mode.depth * drafts, left) < cost for mode in modes):
+                return min(modes, key=lambda mode: mode.depth)
         return None
 
     def tokens(self, mode: Mode) -> Float[np.ndarray, "B"]:
@@ -402,16 +402,16 @@ class Controller:
         self, name: str, since: Histogram, rounds: int, simulated: Histogram | None
     ) -> Acceptance:
         """Returns the acceptance of a drafter after a call; arguments as in `counted`."""
-        one = self.acceptance[name]
+        acceptance = self.acceptance[name]
         if simulated is not None:
             simulated = np.array(simulated)
-            before = 0 if one.simulated is None else one.simulated
-            one = dataclasses.replace(one, simulated=simulated)
+            before = 0 if acceptance.simulated is None else acceptance.simulated
+            acceptance = dataclasses.replace(acceptance, simulated=simulated)
             if name != self.mode.drafter and (simulated != before).any():
-                return one.counted(simulated - before, simulated.shape[1] - 1, rounds)
+                return acceptance.counted(simulated - before, simulated.shape[1] - 1, rounds)
         if name == self.mode.drafter:
-            return one.counted(since, self.mode.depth, rounds)
-        return one.passed(rounds)
+            return acceptance.counted(since, self.mode.depth, rounds)
+        return acceptance.passed(rounds)
 
     def _seconds_at_best(self, since: Histogram) -> float:
         """Returns the expected seconds of the mode before a probe for the tokens of the probe."""

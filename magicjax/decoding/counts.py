@@ -129,15 +129,21 @@ def by_row(
     histogram = np.asarray(histogram)
     tried, perfect = np.zeros_like(histogram[:, 1:]), np.zeros(len(histogram), int)
     drafts = np.ones(len(histogram), bool) if speculative is None else np.array(speculative)
-    for depth, of_call in calls or [(tried.shape[1], histogram)]:
-        of_drafts = np.where(drafts[:, None], of_call, 0)
-        tried += tried_and_accepted(of_drafts, depth, tried.shape[1])[0]
-        perfect += depth * of_drafts.sum(1)
-    arrays = histogram, np.asarray(emitted) - 1, nodes, tried, perfect, np.asarray(ranks)[:, :-1]
-    rows = zip(*(np.asarray(x).tolist() for x in arrays), strict=True)
+    for depth, call_histogram in calls or [(tried.shape[1], histogram)]:
+        drafted_rounds = np.where(drafts[:, None], call_histogram, 0)
+        tried += tried_and_accepted(drafted_rounds, depth, tried.shape[1])[0]
+        perfect += depth * drafted_rounds.sum(1)
+    ranks = np.asarray(ranks)[:, :-1]
     return tuple(
-        Counts(tuple(row), new, drafted, tuple(own_tried), best, tuple(map(tuple, by_rank)))
-        for row, new, drafted, own_tried, best, by_rank in rows
+        Counts(
+            histogram=tuple(histogram[row].tolist()),
+            emitted=int(emitted[row]) - 1,
+            drafted=int(nodes[row]),
+            tried=tuple(tried[row].tolist()),
+            perfect=int(perfect[row]),
+            ranks=tuple(map(tuple, ranks[row].tolist())),
+        )
+        for row in range(len(histogram))
     )
 
 

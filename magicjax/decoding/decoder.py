@@ -128,7 +128,7 @@ class Decoder:
         """
         request = self.request
         count = request.settings.logprobs or 0
-        count = max(count, *(each.prompt_logprobs or 0 for each in request.params))
+        count = max(count, *(params.prompt_logprobs or 0 for params in request.params))
         outputs = StatsSpec(layer_inputs=(request.target.config.num_layers,))
         settings = dataclasses.replace(request.prefill_settings, logprobs=count, stats_spec=outputs)
         logprobs = self._run("prompt_logprobs", settings, request.target, request.rows, cache)
@@ -166,10 +166,10 @@ class Decoder:
           rounds: the most that run.
           until: they also end when "all" rows have ended, or when "any" row ends.
         """
-        most = _scalar(rounds, state.rounds.sharding)
+        max_rounds = _scalar(rounds, state.rounds.sharding)
         with memory.explained(self.request):
             loop = self.loop(state, until)
-            state = self._timed(loop, self.request.target, self.drafter, state, most)
+            state = self._timed(loop, self.request.target, self.drafter, state, max_rounds)
         self.clock.decode_s += self.clock.newest_s
         return state
 

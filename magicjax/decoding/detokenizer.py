@@ -92,7 +92,7 @@ class Detokenizer:
             self._append(self._answer_of(token))
             if self.stopped:
                 return count, self._new(len(self._text))
-        return len(tokens), self._new(len(self._text) - self._held())
+        return len(tokens), self._new(len(self._text) - self._held_back())
 
     def finish(self) -> str:
         """Returns the rest of the text: what was held back, and an incomplete last character."""
@@ -130,7 +130,7 @@ class Detokenizer:
         """Returns the text that a token adds: complete characters, or the mark of a token."""
         if token in self._marks:
             return self._utf8.decode(b"", final=True) + self._marks[token]
-        new = b"" if token in self._ends else self._read.own_bytes(token)
+        new = b"" if token in self._ends else self._read.bytes_of(token)
         if new == b"":
             return ""
         is_first_space = new == b" " and not self._previous
@@ -153,7 +153,7 @@ class Detokenizer:
         starts = (self._text.find(stop, max(0, before - len(stop) + 1)) for stop in self._stop)
         return min((start for start in starts if start >= 0), default=None)
 
-    def _held(self) -> int:
+    def _held_back(self) -> int:
         """Returns the length of the longest end of the text that begins a stop string."""
         return max((overlap(self._text, stop) for stop in self._stop), default=0)
 
@@ -164,17 +164,17 @@ class _TokenReader:
 
     Attributes:
       special: the tokens without text.
-      own_bytes: the bytes of a token, b"" without text; None if they depend on the token before.
+      bytes_of: the bytes of a token, b"" without text; None if they depend on the token before.
       decode: the text of some tokens alone.
     """
 
     special: Mapping[int, str]
-    own_bytes: Callable[[int], bytes | None]
+    bytes_of: Callable[[int], bytes | None]
     decode: Callable[[list[int]], str]
 
     def newest(self, prompt: Sequence[int]) -> Sequence[int]:
         """Returns the newest tokens of a prompt with text, which may end within a character."""
-        visible = (token for token in reversed(prompt) if self.own_bytes(token) != b"")
+        visible = (token for token in reversed(prompt) if self.bytes_of(token) != b"")
         return [*itertools.islice(visible, CHARACTER_BYTES)][::-1]
 
 
@@ -195,21 +195,21 @@ TokenTexts = Callable[[int], TokenText]
 
 def token_texts(tokenizer: Any) -> TokenTexts:
     """Returns the function from a token to its text."""
-    own_bytes = _reader(tokenizer).own_bytes
+    bytes_of = _reader(tokenizer).bytes_of
 
     @functools.lru_cache(maxsize=2**16)
     def text(token: int) -> TokenText:
-        encoded = own_bytes(token)
+        encoded = bytes_of(token)
         if encoded:
             try:
                 return TokenText(encoded.decode(), encoded)
             except UnicodeDecodeError:
                 return TokenText("bytes:" + "".join(f"\\x{x:02x}" for x in encoded), encoded)
         # A tokenizer may drop the space before the first token of a text.
-        one, two = (
+        once, twice = (
             tokenizer.decode([token] * n, clean_up_tokenization_spaces=False) for n in (1, 2)
         )
-        name = two[len(one) :] if two.startswith(one) else one
+        name = twice[len(once) :] if twice.startswith(once) else once
         return TokenText(name, name.encode() if encoded is None else b"")
 
     return text
@@ -221,7 +221,7 @@ def _reader(tokenizer: Any) -> _TokenReader:
     special, decoders = special_tokens(backend), decoders_of(backend)
 
     @functools.lru_cache(maxsize=2**17)
-    def own_bytes(token: int) -> bytes | None:
+    def bytes_of(token: int) -> bytes | None:
         text = None if token in special else backend.id_to_token(token)
         if not text:  # embeddings can have more tokens than the tokenizer
             return b""
@@ -230,4 +230,4 @@ def _reader(tokenizer: Any) -> _TokenReader:
         return byte_of_fallback(text) if "ByteFallback" in decoders else None
 
     decode = functools.partial(backend.decode, skip_special_tokens=True)
-    return _TokenReader(special, own_bytes, decode)
+    return _TokenReader(special, bytes_of, decode)

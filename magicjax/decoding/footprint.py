@@ -66,10 +66,10 @@ def of_models(
       capacity: slots of a row in a full cache.
       mesh: factored; None: one device.
     """
-    every = target, *placement.models_of(drafter)
-    weights, *draft_weights = (_weight_bytes(model, target, mesh) for model in every)
-    streamed, *draft_streamed = (_streamed_bytes(model, target, mesh) for model in every)
-    loaded = [model for model in every if model.params is not None]
+    all_models = target, *placement.models_of(drafter)
+    weights, *draft_weights = (_weight_bytes(model, target, mesh) for model in all_models)
+    streamed, *draft_streamed = (_streamed_bytes(model, target, mesh) for model in all_models)
+    loaded = [model for model in all_models if model.params is not None]
     target_kv, draft_kv = kv_bytes(target, drafter, rows, capacity, mesh)
     return Footprint(
         weights=weights,
@@ -90,22 +90,22 @@ def kv_bytes(
     which replicas of KV heads do not count.
     """
 
-    def on_each(model: Model, size: int, states: int) -> int:
-        entries = (size - states) // _parts(model, target, mesh, "kv_shards")
+    def per_device(model: Model, size: int, states: int) -> int:
+        entries = (size - states) // _num_shards(model, target, mesh, "kv_shards")
         return entries + state_bytes(model, target, states, mesh)
 
-    cache = on_each(target, target.kv_bytes(rows, capacity), rows * target.state_bytes)
+    cache = per_device(target, target.kv_bytes(rows, capacity), rows * target.state_bytes)
     draft_cache = 0
     for member in () if drafter is None else drafter.members():
         model = next(iter(placement.models_of(member)), target)
         size = member.cache_bytes(target, rows, capacity)
-        draft_cache += on_each(model, size, member.state_bytes(rows))
+        draft_cache += per_device(model, size, member.state_bytes(rows))
     return cache, draft_cache
 
 
 def state_bytes(model: Model, target: Model, size: int, mesh: AnyMesh | None = None) -> int:
     """Returns the bytes on each device of states of a model, which have `size` bytes in all."""
-    return size // _parts(model, target, mesh, "shards")
+    return size // _num_shards(model, target, mesh, "shards")
 
 
 def largest(sizes: range, limit: float, needed: Callable[[int], float]) -> int:
@@ -123,7 +123,7 @@ def _weight_bytes(model: Model, target: Model, mesh: AnyMesh | None) -> int:
         return part_bytes(model.params) - _shared_bytes(model, target, mesh)
     leaves = jax.tree.leaves(model.layout.abstract_params(model.module))
     size = sum(array_bytes(leaf.shape, leaf.dtype) for leaf in leaves)
-    return size // _parts(model, target, mesh, "shards") - _shared_bytes(model, target, mesh)
+    return size // _num_shards(model, target, mesh, "shards") - _shared_bytes(model, target, mesh)
 
 
 def _shared_bytes(model: Model, target: Model, mesh: AnyMesh | None) -> int:
@@ -146,13 +146,13 @@ def _streamed_bytes(model: Model, target: Model, mesh: AnyMesh | None) -> int:
         return 0
     size = offloading.two_layers(model.module, model.layout.blocks)
     if model.params is None:  # shapes of the whole blocks
-        size //= _parts(model, target, mesh, "shards")
+        size //= _num_shards(model, target, mesh, "shards")
     return size
 
 
-def _parts(model: Model, target: Model, mesh: AnyMesh | None, kind: str) -> int:
-    """Returns the number of devices over which a model's `kind`, with all rows, is divided."""
+def _num_shards(model: Model, target: Model, mesh: AnyMesh | None, shards: str) -> int:
+    """Returns the number of devices that divide a model; `shards` is a field of `Split`."""
     if mesh is None:
         return 1
     stages = mesh.shape[STAGE] if model is target else 1  # a draft model is on every stage
-    return stages * getattr(placement.split_of(model.config, model.shards, mesh), kind)
+    return stages * getattr(placement.split_of(model.config, model.shards, mesh), shards)

@@ -43,7 +43,7 @@ def check_workload(
     workload: str,
     remedy: Callable[[float], list[str]],
     available: float | None = None,
-    besides: int = 0,
+    extra: int = 0,
 ) -> None:
     """Raises OutOfMemoryError if weights and caches do not fit the free memory.
 
@@ -52,25 +52,25 @@ def check_workload(
       workload: what needs the memory, for the message.
       remedy: returns what fits, given the available bytes.
       available: bytes of each device; None: as its devices report now.
-      besides: bytes that the workload needs besides the request.
+      extra: bytes that the workload needs besides the request.
     """
-    needed = count(request).new + besides
-    where = request.target, request.settings.mesh
-    limit = free_memory(*where) if available is None else available
+    needed = count(request).new + extra
+    target, mesh = request.target, request.settings.mesh
+    limit = free_memory(target, mesh) if available is None else available
     if limit is None or needed <= limit:
         return
     if available is None:
         gc.collect()  # arrays in reference cycles
-        limit = free_memory(*where) or limit
+        limit = free_memory(target, mesh) or limit
     if needed > limit:
-        each = "" if request.settings.mesh is None else " on each device"
+        per_device = "" if mesh is None else " on each device"
         fitting = remedy(limit)
-        offload = "" if offloading.dependent_layers(request.target.config) else "offload, "
+        offload = "" if offloading.dependent_layers(target.config) else "offload, "
         use = f"use a smaller model, a smaller dtype or kv_dtype, {offload}or more devices"
         if fitting:
             use = f"use {' or '.join(fitting)}, or more devices"
         raise OutOfMemoryError(
-            f"{workload} needs {_gb(needed)} of memory{each}, and {_gb(limit)} are available "
+            f"{workload} needs {_gb(needed)} of memory{per_device}, and {_gb(limit)} are available "
             f"({describe(request)}): {use}"
         )
 
@@ -149,9 +149,9 @@ def free_memory(target: Model, mesh: AnyMesh | None) -> float | None:
         free = offloading.free_host_memory()
         return None if free is None else free / len(devices)
     stats = [device.memory_stats() or {} for device in devices]
-    if not all("bytes_limit" in each for each in stats):
+    if not all("bytes_limit" in device for device in stats):
         return None
-    return min(each["bytes_limit"] - each["bytes_in_use"] for each in stats)
+    return min(device["bytes_limit"] - device["bytes_in_use"] for device in stats)
 
 
 def _remedy(request: Request, limit: float) -> list[str]:

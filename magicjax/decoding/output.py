@@ -41,7 +41,7 @@ class Output:
     @property
     def sequences(self) -> list[Int[np.ndarray, "T"]]:
         """Per row, prompt and new tokens, int32."""
-        return [np.concatenate([each.prompt, each.tokens]) for each in self.results]
+        return [np.concatenate([result.prompt, result.tokens]) for result in self.results]
 
     @property
     def texts(self) -> Any:
@@ -51,17 +51,17 @@ class Output:
     @property
     def reasoning(self) -> list[str]:
         """Per row, the text before the answer that the model marks as reasoning."""
-        return [each.reasoning for each in self.results]
+        return [result.reasoning for result in self.results]
 
     @property
     def lengths(self) -> Int[np.ndarray, "B"]:
         """The number of new tokens of each row, int32."""
-        return np.array([len(each.tokens) for each in self.results], np.int32)
+        return np.array([len(result.tokens) for result in self.results], np.int32)
 
     @property
     def finish_reasons(self) -> list[str]:
         """Per row, why it ended: "eos", "length", "stop", or "cancelled" by `send(True)`."""
-        return [each.finish_reason for each in self.results]
+        return [result.finish_reason for result in self.results]
 
     @property
     def logprobs(self) -> Any:
@@ -74,7 +74,7 @@ class Output:
         return self._of_rows("prompt_logprobs")
 
     def _of_rows(self, name: str) -> list | None:
-        values = [getattr(each, name) for each in self.results]
+        values = [getattr(result, name) for result in self.results]
         return None if all(value is None for value in values) else values
 
 
@@ -113,13 +113,13 @@ def output_of(
         if not text.ended:
             text.finish("cancelled")
     wants_logprobs = any(params.prompt_logprobs is not None for params in request.params)
-    of_prompts = decoder.prompt_logprobs() if wants_logprobs else [None] * len(texts)
+    prompt_logprobs = decoder.prompt_logprobs() if wants_logprobs else [None] * len(texts)
     counters = state.emitted, state.histogram, state.ranks, state.nodes
     emitted, histogram, ranks, nodes = global_arrays.fetch(counters)
     calls = calls or [(decoder.loop_settings.shape.depth, histogram)]
     speculative = [params.speculative for params in request.params]
     by_request = by_row(emitted, histogram, ranks, nodes, calls, speculative)
-    ended = zip(texts, of_prompts, by_request, strict=True)
+    ended = zip(texts, prompt_logprobs, by_request, strict=True)
     results = [text.result(logprobs, counts) for text, logprobs, counts in ended]
     target_bytes, draft_bytes = request.kv_bytes
     compilations, compile_s = program_cache.totals()

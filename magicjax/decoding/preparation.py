@@ -80,16 +80,16 @@ def validated_request(
     prompts = prompts_of(prompts)
     memory.check_rows(target, len(prompts), mesh)
     rows = token_ids(target, prompts)
-    of_rows = validation.params_of_rows(params, len(rows))
-    for each in of_rows:
-        validation.check_for_target(target, each)
-    verifier = validation.validated_verifier(options.verifier, drafter, tree, of_rows)
-    limits = validation.validated_limits(target, rows, of_rows)
+    row_params = validation.params_of_rows(params, len(rows))
+    for sampling_params in row_params:
+        validation.check_for_target(target, sampling_params)
+    verifier = validation.validated_verifier(options.verifier, drafter, tree, row_params)
+    limits = validation.validated_limits(target, rows, row_params)
     validation.check_context(target, drafter, tree, shape.depth, rows, limits)
     _check_devices(target, drafter, len(rows), options)
     backend = validation.validated_backend(target, drafter, options.backend, mesh)
     target, drafter = placement.with_backend((target, drafter), backend)
-    drafter = _sized(drafter, target, mesh)
+    drafter = _with_derived_models(drafter, target, mesh)
     groups = 1 if mesh is None else factored(mesh).shape[DATA]
     longest = max(map(len, rows))
     chunk = min(prefill_chunk(-(-len(rows) // groups)), round_up(longest, 16))
@@ -97,7 +97,7 @@ def validated_request(
     tokens = max(len(row) + int(limit) for row, limit in zip(rows, limits, strict=True))
     capacity = capacity_of(tokens, shape.depth)
     eos = validation.validated_eos(target, options.eos_token_id)
-    allowed = _first_masks(target, rows, of_rows, eos)
+    allowed = _first_masks(target, rows, row_params, eos)
     return Request(
         settings=Settings(
             tree=tree,
@@ -108,13 +108,13 @@ def validated_request(
             max_tokens=int(limits.max()),
             backend=backend,
             mesh=None if mesh is None else factored(mesh),
-            logprobs=validation.validated_logprobs(target, of_rows),
+            logprobs=validation.validated_logprobs(target, row_params),
         ),
         target=target,
         drafter=drafter,
         prompts=rows,
-        params=of_rows,
-        rows=rows_of(target, rows, of_rows, limits, eos, width, allowed),
+        params=row_params,
+        rows=rows_of(target, rows, row_params, limits, eos, width, allowed),
         eos=tuple(eos),
         pad_token_id=validation.validated_pad(target, options.pad_token_id, eos),
     )
@@ -131,19 +131,19 @@ def _first_masks(
     Raises:
       ValueError: a target without tokenizer or EOS, or a grammar that is not supported.
     """
-    if all(each.grammar is None for each in params):
+    if all(row.grammar is None for row in params):
         return None
-    made: dict[Any, Matcher | None] = {}  # rows often share a grammar
+    matcher_by_key: dict[Any, Matcher | None] = {}  # rows often share a grammar
     matchers = []
-    for prompt, each in zip(prompts, params, strict=True):
-        key = each.grammar, each.stop_token_ids, tuple(prompt[-TAIL:].tolist())
-        if key not in made:
-            made[key] = matcher_of(target, prompt, each, eos)
-        matchers.append(made[key])
+    for prompt, row in zip(prompts, params, strict=True):
+        key = row.grammar, row.stop_token_ids, tuple(prompt[-TAIL:].tolist())
+        if key not in matcher_by_key:
+            matcher_by_key[key] = matcher_of(target, prompt, row, eos)
+        matchers.append(matcher_by_key[key])
     allowed = first_masks(matchers, target.config.vocab_size)
-    for one in matchers:
-        if one is not None and one.error:
-            raise ValueError(f"the grammar is not supported: {one.error}")
+    for matcher in matchers:
+        if matcher is not None and matcher.error:
+            raise ValueError(f"the grammar is not supported: {matcher.error}")
     return allowed
 
 
@@ -176,7 +176,9 @@ def _check_devices(
         placement.check(options.mesh, target, drafter, rows, options.micro_batches)
 
 
-def _sized(drafter: Drafter | None, target: Model, mesh: AnyMesh | None) -> Drafter | None:
+def _with_derived_models(
+    drafter: Drafter | None, target: Model, mesh: AnyMesh | None
+) -> Drafter | None:
     """Returns the drafter with the models that it derives from the target, without parameters.
 
     Raises:
@@ -231,12 +233,12 @@ def place(
     if micro_batches is None:
         micro_batches = _micro_batches(request, mesh)
     spec = placement.EVERYWHERE if request.settings.replicated_rows else placement.ROWS
-    of_rows = NamedSharding(mesh, spec)
+    row_sharding = NamedSharding(mesh, spec)
     return dataclasses.replace(
         request,
         target=placement.shard_target(target, mesh, micro_batches, put),
         drafter=placement.shard_drafter(drafter, mesh, put),
-        rows=jax.tree.map(lambda x: put(x, of_rows), request.rows),
+        rows=jax.tree.map(lambda x: put(x, row_sharding), request.rows),
     )
 
 

@@ -52,7 +52,9 @@ def program(name: str, settings: AnySettings, *arguments: Any) -> jax.stages.Com
       arguments: arrays or their shapes.
     """
     leaves, treedef = jax.tree.flatten(arguments)
-    shapes = tuple((x.shape, x.dtype, _division(getattr(x, "sharding", None))) for x in leaves)
+    shapes = tuple(
+        (x.shape, x.dtype, _canonical_sharding(getattr(x, "sharding", None))) for x in leaves
+    )
     key = (name, settings, treedef, shapes)
     if compiled := _compiled.pop(key, None):
         _compiled[key] = compiled  # the most recently used one is last
@@ -80,7 +82,7 @@ def program(name: str, settings: AnySettings, *arguments: Any) -> jax.stages.Com
     return compiled
 
 
-def _division(sharding: Any) -> Any:
+def _canonical_sharding(sharding: Any) -> Any:
     """Returns a sharding without what divides nothing: axes of one device, and trailing None.
 
     Programs return arrays with either form, and compiled programs take both.

@@ -95,7 +95,7 @@ def _validated_ids(target: Model, i: int, prompt: Any) -> Int[np.ndarray, "T"]:
         raise TypeError(f"prompt {i} is a nested list: pass text or a list of token ids") from None
     if ids.ndim == 1 and ids.size == 0:
         raise ValueError(f"prompt {i} is empty: it needs at least 1 token")
-    if isinstance(prompt, Sequence) and any(isinstance(each, bool) for each in prompt):
+    if isinstance(prompt, Sequence) and any(isinstance(token, bool) for token in prompt):
         raise TypeError(f"prompt {i} has booleans: it must be text or a list of token ids")
     if ids.ndim == 1 and isinstance(ids[0], str):
         raise TypeError(

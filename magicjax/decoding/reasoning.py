@@ -47,8 +47,8 @@ class Channels:
     def mark(self, name: str) -> Parts:
         """Reads a marker."""
         if name == MESSAGE:
-            kind = REST.sub("", (self._header or "").strip())
-            self._is_final, self._header = kind in FINAL, None
+            channel = REST.sub("", (self._header or "").strip())
+            self._is_final, self._header = channel in FINAL, None
         else:
             self._header = ""
         return "", ""
@@ -87,8 +87,8 @@ class Thinking:
         self._inside = inside
         self._ends = (END_THINK, call) if call else (END_THINK,)
         self._end = re.compile("|".join(map(re.escape, self._ends)))
-        self._begun = False  # whether it is known how the text begins
-        self._trims = inside  # whether newlines are omitted that come next
+        self._started = False  # whether it is known how the text begins
+        self._trims_newlines = inside  # whether newlines are omitted that come next
         self._held = ""
 
     def mark(self, name: str) -> Parts:
@@ -98,39 +98,39 @@ class Thinking:
     def push(self, text: str) -> Parts:
         """Divides new text."""
         text, self._held, reasoning = self._held + text, "", ""
-        if not self._begun:
+        if not self._started:
             start = text.lstrip()
             if len(start) < len(THINK) and THINK.startswith(start):
                 self._held = text
                 return "", ""
-            self._begun = True
+            self._started = True
             if start.startswith(THINK):
-                self._inside = self._trims = True
+                self._inside = self._trims_newlines = True
                 text = start.removeprefix(THINK)
         if self._inside:
-            reasoning, text = self._divided(text)
-        return reasoning, text if self._inside else self._trimmed(text)
+            reasoning, text = self._split(text)
+        return reasoning, text if self._inside else self._trim(text)
 
     def finish(self) -> Parts:
         """Divides what was held back, which has not become a marker."""
         text, self._held = self._held, ""
-        return (self._trimmed(text).rstrip("\n"), "") if self._inside else ("", text)
+        return (self._trim(text).rstrip("\n"), "") if self._inside else ("", text)
 
-    def _divided(self, text: str) -> Parts:
+    def _split(self, text: str) -> Parts:
         """Returns (new text of the reasoning, what follows it)."""
         if marker := self._end.search(text):
-            reasoning = self._trimmed(text[: marker.start()].rstrip("\n"))
-            self._inside, self._trims = False, True
+            reasoning = self._trim(text[: marker.start()].rstrip("\n"))
+            self._inside, self._trims_newlines = False, True
             return reasoning, text[marker.end() if marker[0] == END_THINK else marker.start() :]
         end = len(text) - max(overlap(text, end) for end in self._ends)
         reasoning = text[:end].rstrip("\n")
         self._held = text[len(reasoning) :]
-        return self._trimmed(reasoning), ""
+        return self._trim(reasoning), ""
 
-    def _trimmed(self, text: str) -> str:
-        if self._trims:
+    def _trim(self, text: str) -> str:
+        if self._trims_newlines:
             text = text.lstrip("\n")
-            self._trims = not text
+            self._trims_newlines = not text
         return text
 
 

@@ -82,10 +82,12 @@ def run_adaptive(
             controller = controller.chosen(
                 {i: t.lengths for i, t in enumerate(texts) if not t.ended}
             )
-        mode, most = controller.mode, PROBE_ROUNDS if controller.is_probe else rounds
-        loaded, decoder = mode in ran, decoders[mode]
+        mode = controller.mode
+        decoder = decoders[mode]
+        loaded = mode in ran
         ran.add(mode)
-        state = decode_texts(decoder, state, texts, most)
+        max_rounds = PROBE_ROUNDS if controller.is_probe else rounds
+        state = decode_texts(decoder, state, texts, max_rounds)
         histogram = np.array(state.histogram) - total
         total = total + histogram
         calls.append((mode.depth, histogram))

@@ -92,15 +92,15 @@ def rows_of(
       allowed: the first tokens that the rows' grammars allow; None without grammars.
       features: None: those that the rows use.
     """
-    sequences = [bad_sequences(target, each) for each in params]
+    sequences = [bad_sequences(target, row) for row in params]
     if features is None:
         most = max(map(len, sequences), default=0)
-        longest = max((len(each) for row in sequences for each in row), default=0)
+        longest = max((len(tokens) for row in sequences for tokens in row), default=0)
         shape = (max(1, most), max(2, longest))
         features = Features(
-            sampling=not all(each.greedy for each in params),
+            sampling=not all(row.greedy for row in params),
             warping=False,
-            sequences=shape if any(each.changes_logits for each in params) else None,
+            sequences=shape if any(row.changes_logits for row in params) else None,
         )
     tokens = np.zeros((len(prompts), width), np.int32)
     for row, ids in zip(tokens, prompts, strict=True):
@@ -108,7 +108,7 @@ def rows_of(
     processor = None
     if features.sequences is not None:
         pairs = zip(prompts, params, strict=True)
-        budgets = [thinking_budget(target, prompt.tolist(), each) for prompt, each in pairs]
+        budgets = [thinking_budget(target, prompt.tolist(), row) for prompt, row in pairs]
         processor = logits_processor.rows_of(
             params, prompts, sequences, budgets, target.config.vocab_size, features.sequences
         )
@@ -117,11 +117,11 @@ def rows_of(
         lengths=np.array([len(ids) for ids in prompts], np.int32),
         allowed=allowed,
         limits=np.array(limits, np.int32),
-        eos=_ends(params, eos, features.ends),
+        eos=_end_tokens(params, eos, features.ends),
         sampling=sampling_of(params, features.warping) if features.sampling else None,
         processor=processor,
-        wants_logprobs=np.array([each.logprobs is not None for each in params]),
-        speculative=np.array([each.speculative for each in params]),
+        wants_logprobs=np.array([row.logprobs is not None for row in params]),
+        speculative=np.array([row.speculative for row in params]),
     )
 
 
@@ -130,12 +130,12 @@ def sampling_of(params: Sequence[SamplingParams], warping: bool = False) -> Samp
 
     With `warping`, the arrays are for rows that may use top_k and top_p, whether or not they do.
     """
-    temperature: Any = np.array([each.temperature or 1.0 for each in params], np.float32)
-    top_k: Any = np.array([1 if each.greedy else min(each.top_k, INT32_MAX) for each in params])
-    top_p: Any = np.array([each.top_p for each in params], np.float32)
-    min_p: Any = np.array([each.min_p for each in params], np.float32)
-    top_n_sigma: Any = np.array([each.top_n_sigma for each in params], np.float32)
-    seeds = np.array([each.seed for each in params], np.uint32)
+    temperature: Any = np.array([row.temperature or 1.0 for row in params], np.float32)
+    top_k: Any = np.array([1 if row.greedy else min(row.top_k, INT32_MAX) for row in params])
+    top_p: Any = np.array([row.top_p for row in params], np.float32)
+    min_p: Any = np.array([row.min_p for row in params], np.float32)
+    top_n_sigma: Any = np.array([row.top_n_sigma for row in params], np.float32)
+    seeds = np.array([row.seed for row in params], np.uint32)
     return Sampling(
         temperature=temperature,
         top_k=top_k.astype(np.int32),
@@ -144,14 +144,14 @@ def sampling_of(params: Sequence[SamplingParams], warping: bool = False) -> Samp
         top_n_sigma=top_n_sigma,
         keys=row_keys(seeds, np.arange(len(params), dtype=np.int32)),
         top_k_used=warping or bool((top_k > 0).any()),
-        top_p_used=warping or any(each.top_p < 1 for each in params),
+        top_p_used=warping or any(row.top_p < 1 for row in params),
     )
 
 
-def _ends(
+def _end_tokens(
     params: Sequence[SamplingParams], eos: Sequence[int], width: int
 ) -> Int[np.ndarray, "B E"]:
     """Returns the tokens that end each row, padded with -1 to at least `width`."""
-    rows = [each.end_tokens(eos) for each in params]
+    rows = [row.end_tokens(eos) for row in params]
     width = max(width, *map(len, rows))
     return np.array([(*row, *[-1] * (width - len(row))) for row in rows], np.int32)

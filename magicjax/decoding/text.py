@@ -112,8 +112,13 @@ class Text:
         self._eos = frozenset(() if params.ignore_eos else eos)
         self._tokenizer, self._detokenizer = tokenizer, None
         if getattr(tokenizer, "backend_tokenizer", None) is not None:
-            after = prompt.tolist(), params.end_tokens(tuple(eos)), params.grammar
-            self._detokenizer = Detokenizer(tokenizer, params.stop, *after)
+            self._detokenizer = Detokenizer(
+                tokenizer,
+                stop=params.stop,
+                prompt=prompt.tolist(),
+                ends=params.end_tokens(tuple(eos)),
+                grammar=params.grammar,
+            )
         self._tokens: list[int] = []
         self._logprobs = [_no_logprobs(params.logprobs)]  # of the pieces, the first one empty
 

@@ -12,14 +12,14 @@ def decoders_of(backend: Any) -> set[str]:
     """Returns the types of the decoders of a tokenizer of the package `tokenizers`."""
     if backend.decoder is None:
         return set()
-    described = json.loads(backend.decoder.__getstate__())
-    return {each["type"] for each in (described, *described.get("decoders", ()))}
+    state = json.loads(backend.decoder.__getstate__())
+    return {decoder["type"] for decoder in (state, *state.get("decoders", ()))}
 
 
 def special_tokens(backend: Any) -> dict[int, str]:
     """Returns the tokens of a tokenizer of the package `tokenizers` that stand for no text."""
     added = backend.get_added_tokens_decoder()
-    return {token: each.content for token, each in added.items() if each.special}
+    return {i: token.content for i, token in added.items() if token.special}
 
 
 @functools.cache

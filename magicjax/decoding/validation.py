@@ -44,8 +44,8 @@ def params_of_rows(
             f"params has type {type(params).__name__}: pass magicjax.SamplingParams(...), or a "
             "list of one per prompt"
         )
-    for each in params:
-        check_params(each)
+    for row in params:
+        check_params(row)
     if len(params) != rows:
         raise ValueError(
             f"{len(params)} SamplingParams for {rows} prompts: pass one, or one per prompt"
@@ -119,7 +119,7 @@ def validated_verifier(
     """Returns the verifier; it is exact for the way the drafter draws children."""
     if verifier is not None and verifier not in VERIFIERS:
         raise ValueError(f"verifier={verifier!r} is unknown: use one of {', '.join(VERIFIERS)}")
-    if all(each.greedy for each in params):
+    if all(row.greedy for row in params):
         if verifier not in (None, "greedy"):
             raise ValueError(
                 f"verifier={verifier!r} requires sampling: pass a temperature above 0 or omit "
@@ -171,11 +171,12 @@ def validated_limits(
     """Returns the limit of each row's new tokens; int64, because it may exceed the context."""
     positions = target.config.max_positions
     limits = np.zeros(len(rows), np.int64)
-    for i, (row, each) in enumerate(zip(rows, params, strict=True)):
-        if each.max_tokens == 0:
+    for i, (row, sampling_params) in enumerate(zip(rows, params, strict=True)):
+        max_tokens = sampling_params.max_tokens
+        if max_tokens == 0:
             hint = "only a request of magicjax.Engine can have 0"
             raise OptionError(f"{{}}: it must be at least 1; {hint}", "max_tokens", 0)
-        limits[i] = positions - len(row) if each.max_tokens is None else each.max_tokens
+        limits[i] = positions - len(row) if max_tokens is None else max_tokens
         if limits[i] < 1:
             raise ValueError(
                 f"prompt {i} has {len(row)} tokens, and the {positions} positions of the target "
@@ -214,8 +215,8 @@ def validated_eos(target: Model, eos_token_id: Any) -> tuple[int, ...]:
     """Returns the ids that end a row."""
     if eos_token_id is None:
         return target.eos_token_ids
-    several = (eos_token_id,) if np.ndim(eos_token_id) == 0 else eos_token_id
-    ids = tuple(_token_id("eos_token_id", i) for i in several)
+    given = (eos_token_id,) if np.ndim(eos_token_id) == 0 else eos_token_id
+    ids = tuple(_token_id("eos_token_id", i) for i in given)
     for i in ids:
         if not 0 <= i < target.config.vocab_size:
             raise ValueError(
@@ -312,8 +313,8 @@ def check_detokenization(target: Model) -> None:
 def validated_logprobs(target: Model, params: Sequence[SamplingParams]) -> int | None:
     """Returns the most alternatives that a row asks for; None if no row has log-probabilities."""
 
-    def most(name: str) -> int | None:
-        counts = (getattr(each, name) for each in params)
+    def largest(name: str) -> int | None:
+        counts = (getattr(row, name) for row in params)
         count = max((x for x in counts if x is not None), default=None)
         if count is not None and count > target.config.vocab_size:
             vocab = target.config.vocab_size
@@ -322,8 +323,8 @@ def validated_logprobs(target: Model, params: Sequence[SamplingParams]) -> int |
             )
         return count
 
-    most("prompt_logprobs")
-    return most("logprobs")
+    largest("prompt_logprobs")
+    return largest("logprobs")
 
 
 def validated_backend(
