@@ -123,8 +123,8 @@ def of_rules(text: str, untrusted: bool = False, answer: Grammar | None = None) 
 
     With `answer`, the rules have it as the rule `answer`.
     """
-    made = Grammar(text + OPTIONS) if answer is None else answer.after(text)
-    return _validated(made, "the grammar", untrusted)
+    grammar = Grammar(text + OPTIONS) if answer is None else answer.after(text)
+    return _validated(grammar, "the grammar", untrusted)
 
 
 def terminal(pattern: str) -> str:
@@ -152,17 +152,17 @@ def _check_text(name: str, value: Any) -> None:
         raise TypeError(f"{name} has type {type(value).__name__}: it must be a string")
 
 
-def _validated(grammar: Grammar, what: str, untrusted: bool = False) -> Grammar:
+def _validated(grammar: Grammar, name: str, untrusted: bool = False) -> Grammar:
     """Returns the grammar if it is supported; raises ValueError otherwise."""
     if len(grammar.text) > MAX_CHARACTERS:
         raise ValueError(
-            f"{what} has {len(grammar.text):,} characters, and at most {MAX_CHARACTERS:,} are "
+            f"{name} has {len(grammar.text):,} characters, and at most {MAX_CHARACTERS:,} are "
             "supported: simplify it"
         )
     if untrusted:
         trial.check(grammar.text, MAX_LEXER_STATES)
     if reason := _error(grammar.text):
-        raise ValueError(f"{what} is not supported: {reason}")
+        raise ValueError(f"{name} is not supported: {reason}")
     return grammar
 
 

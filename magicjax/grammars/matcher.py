@@ -89,9 +89,9 @@ class Matcher:
         self._fill(self._matcher, allowed)
 
     def _fill(self, matcher: Any, allowed: UInt32[np.ndarray, "W"]) -> None:
-        whole = np.empty(self._width, np.uint32)
-        matcher.unsafe_compute_mask_ptr(whole.ctypes.data, whole.nbytes)
-        allowed[:] = whole[: len(allowed)]
+        mask = np.empty(self._width, np.uint32)
+        matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        allowed[:] = mask[: len(allowed)]
         if matcher.is_accepting():
             np.bitwise_or.at(allowed, self._all_ends // WORD, _bits(self._all_ends))
         elif not matcher.is_error():  # then EOS alone is allowed
@@ -125,9 +125,9 @@ class Matcher:
             if token in self._ends:
                 continue
             # A copy: after a rollback, llguidance 1.9 can return the mask of the other branch.
-            after = matcher.deep_copy()
-            if after.try_consume_tokens([token]):
-                self._fill_tree(after, tokens, children, allowed, child)
+            child_matcher = matcher.deep_copy()
+            if child_matcher.try_consume_tokens([token]):
+                self._fill_tree(child_matcher, tokens, children, allowed, child)
 
 
 def _bits(tokens: Int[np.ndarray, "T"]) -> UInt32[np.ndarray, "T"]:
@@ -181,7 +181,8 @@ def tree_masks(
         matcher.fill_tree(tokens[row].tolist(), children, allowed[row])
 
     # llguidance holds no lock of Python while it computes a mask.
-    list(_threads().map(fill, (i for i, one in enumerate(matchers) if one is not None)))
+    rows = (row for row, matcher in enumerate(matchers) if matcher is not None)
+    list(_threads().map(fill, rows))
     return allowed
 
 
@@ -209,18 +210,18 @@ def tokenizer_of(tokenizer: Any, eos: int, vocab_size: int) -> Any:
 
     try:
         size = max(vocab_size, len(tokenizer))
-        made = from_tokenizer(tokenizer, n_vocab=size, eos_token=eos)
+        llg_tokenizer = from_tokenizer(tokenizer, n_vocab=size, eos_token=eos)
     except ValueError as error:
         raise ValueError(
             "a grammar requires a tokenizer with a byte-level or byte-fallback decoder: "
             f"{one_line(str(error))}"
         ) from error
     added = backend.get_added_tokens_decoder().items()
-    tags = {i for i, each in added if not each.special and TAG.fullmatch(each.content)} - {eos}
+    tags = {i for i, token in added if not token.special and TAG.fullmatch(token.content)} - {eos}
     if not tags:
-        return made
+        return llg_tokenizer
     package = library()
-    return package.LLTokenizer(package.TokenizerWrapper(_TokenizerWithTags(made, tags)))
+    return package.LLTokenizer(package.TokenizerWrapper(_TokenizerWithTags(llg_tokenizer, tags)))
 
 
 class _TokenizerWithTags:

@@ -128,10 +128,10 @@ class PyramidKV(SnapKV):
         if layers == 1:
             return (mean,)
         last = mean / fractions.Fraction(self.beta)
-        line = [last + (mean - last) * 2 * (layers - 1 - i) / (layers - 1) for i in range(layers)]
-        pins = [int(exact) for exact in line]
+        exact = [last + (mean - last) * 2 * (layers - 1 - i) / (layers - 1) for i in range(layers)]
+        pins = [int(count) for count in exact]
         # The pins lost to rounding go to the layers that lost most, so that the sum is kept.
-        by_loss = sorted(range(layers), key=lambda i: (pins[i] - line[i], i))
+        by_loss = sorted(range(layers), key=lambda i: (pins[i] - exact[i], i))
         for layer in by_loss[: layers * mean - sum(pins)]:
             pins[layer] += 1
         return tuple(pins)

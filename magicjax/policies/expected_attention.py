@@ -52,12 +52,12 @@ class ExpectedAttention(Policy):
         assert evidence.queries is not None
         keys = evidence.keys.astype(jnp.float32)
         batch, heads, _, size = keys.shape
-        mean, spread = self._statistics(evidence.queries, evidence.config)
+        mean, covariance = self._statistics(evidence.queries, evidence.config)
         mean = mean.reshape(batch, heads, -1, size)
         scores = jnp.einsum("bkgd,bksd->bkgs", mean, keys) * size**-0.5
         if self.covariance:
-            spread = spread.reshape(batch, heads, -1, size, size)
-            product = jnp.einsum("bkgde,bkse->bkgsd", spread, keys)
+            covariance = covariance.reshape(batch, heads, -1, size, size)
+            product = jnp.einsum("bkgde,bkse->bkgsd", covariance, keys)
             scores += jnp.einsum("bkgsd,bksd->bkgs", product, keys) / (2 * size)
         attention = jax.nn.softmax(scores, axis=-1, where=evidence.live()[:, :, None])
         norm = jnp.linalg.norm(evidence.values.astype(jnp.float32), axis=-1)
@@ -72,22 +72,22 @@ class ExpectedAttention(Policy):
         q, exists = queries.q.astype(jnp.float32), queries.seen > 0
         rope = getattr(config, "rope", None)
         if rope is not None:
-            back = (1 - queries.seen)[..., None, None] * frequencies(rope, q.shape[-1])[0]
-            q = rotate_pairs(q, jnp.cos(back), jnp.sin(back))
+            angles = (1 - queries.seen)[..., None, None] * frequencies(rope, q.shape[-1])[0]
+            q = rotate_pairs(q, jnp.cos(angles), jnp.sin(angles))
         weight = exists / jnp.maximum(exists.sum(-1, keepdims=True), 1)
         mean = jnp.einsum("bw,bwhd->bhd", weight, q)
         deviation = q - mean[:, None]
-        spread = jnp.einsum("bw,bwhd,bwhe->bhde", weight, deviation, deviation)
+        covariance = jnp.einsum("bw,bwhd,bwhe->bhde", weight, deviation, deviation)
         if rope is not None:
             angles = self._angles(queries.seen.max(-1), rope, q.shape[-1])
             cos, sin = jnp.cos(angles).mean(1)[:, None], jnp.sin(angles).mean(1)[:, None]
             mean = rotate_pairs(mean, cos, sin)
             # R S R^T: the rows, then the columns.
-            spread = rotate_pairs(spread, cos[:, :, None], sin[:, :, None]).swapaxes(-1, -2)
-            spread = rotate_pairs(spread, cos[:, :, None], sin[:, :, None])
-        return mean, spread
+            covariance = rotate_pairs(covariance, cos[:, :, None], sin[:, :, None]).swapaxes(-1, -2)
+            covariance = rotate_pairs(covariance, cos[:, :, None], sin[:, :, None])
+        return mean, covariance
 
     def _angles(self, length: Int[Array, "B"], rope, size: int) -> Float[Array, "B T D/2"]:
         """Returns the rotation angles of the positions length, …, length + future - 1."""
-        ahead = length[:, None] + jnp.arange(self.future)
-        return ahead[..., None] * frequencies(rope, size)[0]
+        positions = length[:, None] + jnp.arange(self.future)
+        return positions[..., None] * frequencies(rope, size)[0]

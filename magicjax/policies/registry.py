@@ -57,30 +57,30 @@ def _named(name: str) -> Policy:
             f"class, such as my_file.MyPolicy{did_you_mean(name, known)}"
         )
     try:
-        made = entry() if callable(entry) else entry
+        policy = entry() if callable(entry) else entry
     except Exception as error:  # of any kind: the class is the user's
         raise ValueError(
             f"policy={name!r}: creating it raises {type(error).__name__}: {error}; give every "
             "field a default"
         ) from error
-    if not isinstance(made, Policy):
+    if not isinstance(policy, Policy):
         raise ValueError(
-            f"policy={name!r} gives a {type(made).__name__}: it must name a subclass of "
+            f"policy={name!r} gives a {type(policy).__name__}: it must name a subclass of "
             "magicjax.Policy"
         )
-    return made
+    return policy
 
 
-def _check_dataclass(kind: type) -> None:
+def _check_dataclass(policy_class: type) -> None:
     """Raises ValueError for a class whose fields do not count in comparisons of its objects.
 
     Programs are compiled for a policy, and equal policies share them.
     """
-    for each in kind.__mro__[: kind.__mro__.index(Policy)]:
-        has_fields = "__init__" in vars(each) or inspect.get_annotations(each)
-        if has_fields and "__dataclass_fields__" not in vars(each):
+    for base in policy_class.__mro__[: policy_class.__mro__.index(Policy)]:
+        has_fields = "__init__" in vars(base) or inspect.get_annotations(base)
+        if has_fields and "__dataclass_fields__" not in vars(base):
             raise ValueError(
-                f"policy {each.__name__} is not a dataclass, so that programs compiled for one "
+                f"policy {base.__name__} is not a dataclass, so that programs compiled for one "
                 "object would run for another: decorate it with "
                 "@dataclasses.dataclass(frozen=True), and declare its fields"
             )

@@ -33,9 +33,9 @@ def merge(
     # Maps each node to the first node with the same path; iteration d is right up to depth d.
     first = jnp.broadcast_to(nodes, (batch, count))
     for _ in range(depth):
-        above = jnp.take_along_axis(first, jnp.maximum(parents, 0), 1)
-        above = jnp.where(parents == NO_NODE, -1 - nodes, above)  # padding equals no other node
-        same = (above[:, :, None] == above[:, None]) & (tokens[:, :, None] == tokens[:, None])
+        parent = jnp.take_along_axis(first, jnp.maximum(parents, 0), 1)
+        parent = jnp.where(parents == NO_NODE, -1 - nodes, parent)  # padding equals no other node
+        same = (parent[:, :, None] == parent[:, None]) & (tokens[:, :, None] == tokens[:, None])
         first = same.argmax(-1).astype(jnp.int32)
     exists = ~token_tree.padding(parents)
     unique = exists & (first == nodes)
@@ -44,11 +44,11 @@ def merge(
 
     rows = jnp.arange(batch)[:, None]
     index = jnp.where(unique, number, count)  # duplicates are dropped
-    above = jnp.take_along_axis(merged, jnp.maximum(parents, 0), 1)
-    above = jnp.where(parents == NO_NODE, NO_NODE, above)
+    merged_parents = jnp.take_along_axis(merged, jnp.maximum(parents, 0), 1)
+    merged_parents = jnp.where(parents == NO_NODE, NO_NODE, merged_parents)
     new_tokens = jnp.zeros_like(tokens).at[rows, index].set(tokens, mode="drop")
     new_parents = jnp.full((batch, count), NO_NODE, jnp.int32)
-    new_parents = new_parents.at[rows, index].set(above, mode="drop")
+    new_parents = new_parents.at[rows, index].set(merged_parents, mode="drop")
     node_of = tuple(merged[:, i] for i in indices)
     return Proposal(new_tokens, new_parents, _merged_draws(proposals, node_of)), node_of
 
@@ -62,14 +62,15 @@ def _concatenated(
     parents = [jnp.full((batch, 1), NO_NODE, jnp.int32)]
     begin = 1
     for proposal in proposals:
-        below = jnp.broadcast_to(jnp.asarray(proposal.parents), proposal.tokens.shape)[:, 1:]
-        count = below.shape[1]
+        tree_parents = jnp.broadcast_to(jnp.asarray(proposal.parents), proposal.tokens.shape)[:, 1:]
+        count = tree_parents.shape[1]
         index = jnp.concatenate(
             [jnp.zeros(1, jnp.int32), begin + jnp.arange(count, dtype=jnp.int32)]
         )
         indices.append(index)
         tokens.append(proposal.tokens[:, 1:])
-        parents.append(jnp.where(below == NO_NODE, NO_NODE, index[jnp.maximum(below, 0)]))
+        merged_parents = index[jnp.maximum(tree_parents, 0)]
+        parents.append(jnp.where(tree_parents == NO_NODE, NO_NODE, merged_parents))
         begin += count
     return jnp.concatenate(tokens, 1), jnp.concatenate(parents, 1), indices
 

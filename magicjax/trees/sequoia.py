@@ -54,20 +54,20 @@ def optimal(acceptance: npt.ArrayLike, nodes: int, depth: int) -> TokenTree:
         raise ValueError(f"nodes={nodes}: at most {MAX_NODES} are supported")
     if depth < 1:
         raise ValueError(f"depth={depth}: it must be at least 1")
-    nodes = min(nodes, _most_nodes(table.shape[1], depth, nodes))
+    nodes = _full_tree_nodes(table.shape[1], depth, limit=nodes)
     table = table[np.minimum(np.arange(min(depth, nodes - 1)), len(table) - 1), : nodes - 1]
     sizes = _subtree_sizes(table, nodes)
 
     parents = [NO_NODE]
     waiting = collections.deque([(0, 0, nodes - 1)])  # node, its depth, nodes below it
     while waiting:
-        node, at, below = waiting.popleft()
+        node, node_depth, remaining = waiting.popleft()
         rank = 0
-        while below > 0:
-            size = int(sizes[at, rank, below])
-            waiting.append((len(parents), at + 1, size - 1))
+        while remaining > 0:
+            size = int(sizes[node_depth, rank, remaining])
+            waiting.append((len(parents), node_depth + 1, size - 1))
             parents.append(node)
-            below -= size
+            remaining -= size
             rank += 1
     return TokenTree(tuple(parents))
 
@@ -94,11 +94,11 @@ def expected_tokens(tree: TokenTree, acceptance: npt.ArrayLike) -> float:
             "ranks: add ranks, of 0 if such children are never accepted"
         )
     value = np.ones(tree.num_nodes)
-    tried = np.zeros(tree.num_nodes, np.int32)  # children of each node so far
+    num_children = np.zeros(tree.num_nodes, np.int32)  # of each node so far
     for node, parent in enumerate(tree.parents[1:], 1):
         row = min(int(tree.node_depths[parent]), len(table) - 1)
-        value[node] = value[parent] * table[row, tried[parent]]
-        tried[parent] += 1
+        value[node] = value[parent] * table[row, num_children[parent]]
+        num_children[parent] += 1
     return float(value.sum())
 
 
@@ -126,26 +126,27 @@ def _subtree_sizes(
         forest[0] = 0.0
         for k in reversed(range(ranks)):
             # The d nodes above, this node and its k earlier children are not available.
-            left = nodes - d - k
-            if left < 2:
+            available = nodes - d - k
+            if available < 2:
                 continue
-            child = np.full(left, -np.inf)
-            np.multiply(subtree[:left], table[d, k], out=child, where=subtree[:left] > -np.inf)
-            gains = child + forest[remaining[:left, :left]]  # [m, s]
-            sizes[d, k, 1:left] = gains.argmax(1)[1:]
-            forest[1:left] = gains.max(1)[1:]
+            child = np.full(available, -np.inf)
+            reachable = subtree[:available] > -np.inf
+            np.multiply(subtree[:available], table[d, k], out=child, where=reachable)
+            gains = child + forest[remaining[:available, :available]]  # [m, s]
+            sizes[d, k, 1:available] = gains.argmax(1)[1:]
+            forest[1:available] = gains.max(1)[1:]
         subtree[1:] = 1.0 + forest[: nodes - 1]
     return sizes
 
 
-def _most_nodes(ranks: int, depth: int, enough: int) -> int:
-    """Returns the nodes of the full tree, or any number of at least `enough` if it has more."""
+def _full_tree_nodes(ranks: int, depth: int, limit: int) -> int:
+    """Returns the nodes of the full tree, or `limit` if it has more."""
     total = level = 1
     for _ in range(depth):
         level *= ranks
         total += level
-        if total >= enough:
-            break
+        if total >= limit:
+            return limit
     return total
 
 

@@ -99,39 +99,39 @@ def process(
     parents = jnp.broadcast_to(jnp.asarray(parents), tokens.shape)
 
     def processed(logits):
-        local = logits.shape[-1]
-        first = collectives.axis_index(axis_names) * local
+        local_vocab = logits.shape[-1]
+        first = collectives.axis_index(axis_names) * local_vocab
 
-        def part(x):
+        def local_shard(x):
             return collectives.local_slice(x, (), axis_names)[:, None]
 
-        def index(token):  # in this part of the vocabulary; `local` is dropped
+        def index(token):  # in this shard of the vocabulary; `local_vocab` is dropped
             token = token - first
-            return jnp.where((token >= 0) & (token < local), token, local)
+            return jnp.where((token >= 0) & (token < local_vocab), token, local_vocab)
 
         row = jnp.arange(len(tokens))[:, None, None]
         node = jnp.arange(tokens.shape[1])[:, None]
         ancestors = token_tree.ancestor_mask(parents).at[..., 0].set(False)
         depths = token_tree.depths(parents)
-        x = logits.astype(jnp.promote_types(logits.dtype, jnp.float32)) + part(rows.bias)
+        x = logits.astype(jnp.promote_types(logits.dtype, jnp.float32)) + local_shard(rows.bias)
 
         excluded = jnp.zeros(x.shape, bool)
         too_short = (emitted[:, None] + depths < rows.min_tokens[:, None])[..., None]
         excluded = excluded.at[row, node, index(eos)[:, None]].max(too_short, mode="drop")
         completed, last = _completed(rows, tokens, parents, depths)
         excluded = excluded.at[row, node, index(last)[:, None]].max(completed, mode="drop")
-        left = jnp.where(excluded, -jnp.inf, x)
-        has_left = collectives.pmax(left.max(-1, keepdims=True), axis_names) > -jnp.inf
-        x = jnp.where(has_left, left, x)
+        masked = jnp.where(excluded, -jnp.inf, x)
+        any_allowed = collectives.pmax(masked.max(-1, keepdims=True), axis_names) > -jnp.inf
+        x = jnp.where(any_allowed, masked, x)
 
-        counts = jnp.broadcast_to(part(rows.counts), x.shape)
+        counts = jnp.broadcast_to(local_shard(rows.counts), x.shape)
         added = ancestors.astype(counts.dtype)
         counts = counts.at[row, node, index(tokens)[:, None]].add(added, mode="drop")
         repetition, frequency, presence = (
             x[:, None, None] for x in (rows.repetition, rows.frequency, rows.presence)
         )
         repeated = jnp.where(x > 0, x / repetition, x * repetition)
-        x = jnp.where(part(rows.in_prompt) | (counts > 0), repeated, x)
+        x = jnp.where(local_shard(rows.in_prompt) | (counts > 0), repeated, x)
         x = x - frequency * counts - presence * (counts > 0)
         return x.astype(logits.dtype)
 
@@ -158,10 +158,10 @@ def end_reasoning(
         too_long = emitted[:, None] + token_tree.depths(parents) >= rows.thinking_limit[:, None]
         first = collectives.axis_index(axis_names) * logits.shape[-1]
         is_end = first + jnp.arange(logits.shape[-1]) == rows.markers[:, 1, None, None]
-        left = jnp.where(is_end, logits, -jnp.inf)
-        has_end = collectives.pmax(left.max(-1), axis_names) > -jnp.inf
+        only_end = jnp.where(is_end, logits, -jnp.inf)
+        has_end = collectives.pmax(only_end.max(-1), axis_names) > -jnp.inf
         must_end = rows.thinking[:, None] & ~after_end & too_long & has_end
-        return jnp.where(must_end[..., None], left, logits)
+        return jnp.where(must_end[..., None], only_end, logits)
 
     used = (rows.thinking_limit < NO_LIMIT).any()
     return jax.lax.cond(used, ended, lambda logits: logits, logits)
@@ -185,8 +185,8 @@ def _completed(
     matches = jnp.broadcast_to((last >= 0)[:, None], (*tokens.shape, last.shape[1]))
     for back in range(length):  # tokens before the next one, newest first
         in_tree = jnp.take_along_axis(tokens, node, 1)
-        place = jnp.clip(length - 1 - (back - depths), 0, length - 1)  # the root's is the last one
-        token = jnp.where(back < depths, in_tree, jnp.take_along_axis(rows.recent, place, 1))
+        index = jnp.clip(length - 1 - (back - depths), 0, length - 1)  # the root's is the last one
+        token = jnp.where(back < depths, in_tree, jnp.take_along_axis(rows.recent, index, 1))
         expected = before[:, None, :, length - 1 - back]
         matches = matches & ((expected == NO_TOKEN) | (expected == token[..., None]))
         node = jnp.maximum(jnp.take_along_axis(parents, node, 1), 0)
@@ -201,14 +201,14 @@ def with_tokens(
     row = jnp.arange(len(tokens))[:, None]
     counts = rows.counts.at[row, tokens].add(is_new.astype(jnp.int32), mode="drop")
     text = jnp.concatenate([rows.recent, tokens], 1)
-    place = committed[:, None] + jnp.arange(rows.recent.shape[1])
+    index = committed[:, None] + jnp.arange(rows.recent.shape[1])
     is_first = (rows.recent[:, -1] == NO_TOKEN) & (committed > 0)
     begins = is_first & (tokens[:, 0] == rows.markers[:, 0])
     ends = (is_new & _ends_reasoning(rows, tokens)).any(-1)
     return dataclasses.replace(
         rows,
         counts=counts,
-        recent=jnp.take_along_axis(text, place, 1),
+        recent=jnp.take_along_axis(text, index, 1),
         thinking=(rows.thinking | begins) & ~ends,
     )
 
@@ -233,27 +233,27 @@ def rows_of(
     """
     if shape is None:
         most = max(map(len, sequences), default=0)
-        longest = max((len(each) for row in sequences for each in row), default=0)
+        longest = max((len(tokens) for row in sequences for tokens in row), default=0)
         shape = max(1, most), max(2, longest)
     table = np.full((len(params), *shape), NO_TOKEN, np.int32)
     bias: Any = np.zeros((len(params), vocab_size), np.float32)
     in_prompt = np.zeros(bias.shape, bool)
-    for i, (each, prompt, excluded) in enumerate(zip(params, prompts, sequences, strict=True)):
-        if each.allowed_token_ids is not None:
+    for i, (row, prompt, excluded) in enumerate(zip(params, prompts, sequences, strict=True)):
+        if row.allowed_token_ids is not None:
             bias[i] = -np.inf
-            bias[i, list(each.allowed_token_ids)] = 0
-        for token, value in dict(each.logit_bias).items():
+            bias[i, list(row.allowed_token_ids)] = 0
+        for token, value in dict(row.logit_bias).items():
             bias[i, token] += value
-        if each.repetition_penalty != 1:
+        if row.repetition_penalty != 1:
             in_prompt[i, prompt] = True
         for j, ids in enumerate(excluded):
             table[i, j, shape[1] - len(ids) :] = ids
 
     def per_row(name: str, dtype: Any) -> Any:
-        return np.array([getattr(each, name) for each in params], dtype)
+        return np.array([getattr(row, name) for row in params], dtype)
 
     return LogitsProcessor(
-        used=np.array([each.changes_logits for each in params]),
+        used=np.array([row.changes_logits for row in params]),
         bias=bias,
         repetition=per_row("repetition_penalty", np.float32),
         frequency=per_row("frequency_penalty", np.float32),
@@ -263,7 +263,7 @@ def rows_of(
         counts=np.zeros(bias.shape, np.int32),
         sequences=table,
         recent=np.full((len(params), shape[1] - 1), NO_TOKEN, np.int32),
-        thinking=np.array([each.inside for each in budgets]),
-        thinking_limit=np.array([each.limit for each in budgets], np.int32),
-        markers=np.array([each.markers for each in budgets], np.int32),
+        thinking=np.array([budget.inside for budget in budgets]),
+        thinking_limit=np.array([budget.limit for budget in budgets], np.int32),
+        markers=np.array([budget.markers for budget in budgets], np.int32),
     )
