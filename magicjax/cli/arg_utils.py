@@ -27,49 +27,51 @@ def flag(name: str) -> str:
     return "--" + (name.removesuffix("s") if name in LISTS else name).replace("_", "-")
 
 
-def add_settings(parser: Any, kind: type, omitted: Iterable[str] = (), **changes: Any) -> None:
+def add_settings(
+    parser: Any, settings_class: type, omitted: Iterable[str] = (), **changes: Any
+) -> None:
     """Adds an option for each setting of a dataclass, with its type, default and help.
 
     An option that is not given is None, and `settings_from` omits it.
 
     Args:
       parser: the parser of a command, or a group of its options.
-      kind: the dataclass.
+      settings_class: the dataclass.
       omitted: settings that are no options, or that the command adds itself.
       **changes: arguments of `add_argument` that differ, by the name of the setting.
     """
-    for name, known in options_of(kind).items():
+    for name, option in options_of(settings_class).items():
         if name in omitted:
             continue
-        how: dict[str, Any] = {"dest": name, "help": _help(known)}
+        kwargs: dict[str, Any] = {"dest": name, "help": _help(option)}
         if name in LISTS:
             metavar = "TOKEN" if LISTS[name] is int else "TEXT"
-            how |= {"action": "append", "type": LISTS[name], "metavar": metavar}
-        elif known.kinds == [bool]:
-            how |= {"action": "store_true", "default": None}
-        elif known.kinds:
-            how["type"] = known.kinds[0]
-        how |= changes.get(name, {})
-        if how.get("action") == "append":
-            how["help"] += "; repeat the option for several"
-        parser.add_argument(flag(name), **how)
+            kwargs |= {"action": "append", "type": LISTS[name], "metavar": metavar}
+        elif option.kinds == [bool]:
+            kwargs |= {"action": "store_true", "default": None}
+        elif option.kinds:
+            kwargs["type"] = option.kinds[0]
+        kwargs |= changes.get(name, {})
+        if kwargs.get("action") == "append":
+            kwargs["help"] += "; repeat the option for several"
+        parser.add_argument(flag(name), **kwargs)
 
 
-def _help(known: Option) -> str:
-    text = re.sub(r"`(\w+)`", lambda match: flag(match[1]), known.help)
+def _help(option: Option) -> str:
+    text = re.sub(r"`(\w+)`", lambda match: flag(match[1]), option.help)
     text = text.replace("None for", "default:")
-    if known.limits:
-        text += f" ({known.values})"
-    default = known.default
+    if option.limits:
+        text += f" ({option.values})"
+    default = option.default
     if isinstance(default, bool) or not isinstance(default, int | float):
         return text
     shown = f"{default:g}" if isinstance(default, float) else f"{default:,}"
     return f"{text}; default: {shown}"
 
 
-def settings_from(arguments: argparse.Namespace, kind: type) -> dict[str, Any]:
+def settings_from(arguments: argparse.Namespace, settings_class: type) -> dict[str, Any]:
     """Returns the settings of a dataclass that a command line sets, for its constructor."""
-    values = {name: getattr(arguments, name, None) for name in options_of(kind)}
+    values = {name: getattr(arguments, name, None) for name in options_of(settings_class)}
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -92,9 +94,9 @@ def check_effects(
 def explain(error: Exception, arguments: argparse.Namespace) -> str:
     """Returns the text of an error, in which arguments of Python are called by their options."""
     if isinstance(error, OptionError) and error.field in vars(arguments):
-        bare = error.value is ... or error.value is True
+        is_flag = error.value is ... or error.value is True
         name = flag(error.field)
-        return error.naming(name if bare else f"{name} {error.value}")
+        return error.naming(name if is_flag else f"{name} {error.value}")
     # The weights of a drafter are in its text.
     unset = {"weights"} if getattr(arguments, "weights", None) is None else {}
     return in_option_names(str(error), [name for name in vars(arguments) if name not in unset])
@@ -108,11 +110,11 @@ def in_option_names(message: str, names: Iterable[str]) -> str:
     """
     name = "|".join(map(re.escape, names))
 
-    def option(match: re.Match) -> str:
+    def assignment(match: re.Match) -> str:
         return flag(match[1]) + ("" if match[2] else " ")
 
-    def bare(match: re.Match) -> str:
-        return re.sub(rf"\b({name})\b", lambda one: flag(one[1]), match[0])
+    def mention(match: re.Match) -> str:
+        return re.sub(rf"\b({name})\b", lambda match: flag(match[1]), match[0])
 
-    message = re.sub(rf"(?<![\w./:-])({name})=(True\b)?", option, message)
-    return re.sub(rf"\b(omit|reduce|remove) ({name})\b( and ({name})\b)?", bare, message)
+    message = re.sub(rf"(?<![\w./:-])({name})=(True\b)?", assignment, message)
+    return re.sub(rf"\b(omit|reduce|remove) ({name})\b( and ({name})\b)?", mention, message)

@@ -138,10 +138,10 @@ def run(arguments: argparse.Namespace) -> None:
     shortest = [*_first_messages(arguments), {"role": "user", "content": "a"}]
     # An error if the template rejects such messages.
     template_kwargs = arguments.chat_template_kwargs
-    least = len(chat_tokens(target.tokenizer, shortest, template_kwargs)) + 1
+    min_context = len(chat_tokens(target.tokenizer, shortest, template_kwargs)) + 1
     drafting.show_sampling_defaults(arguments, source)
     adaptive = bool(drafters) and not arguments.no_adaptive
-    config = _engine_config(arguments, target, least, adaptive)
+    config = _engine_config(arguments, target, min_context, adaptive)
     load = functools.partial(model_options.unloaded, arguments, dtype)
     drafter, tree = resolve(drafters, trees, load)
     engine = magicjax.Engine(target, drafter, tree, config)
@@ -168,14 +168,14 @@ def _drafting(drafters: Drafters | None, trees: Trees | None, is_default: bool) 
 
 
 def _engine_config(
-    arguments: argparse.Namespace, target: Model, least: int, adaptive: bool
+    arguments: argparse.Namespace, target: Model, min_context: int, adaptive: bool
 ) -> magicjax.EngineConfig:
     """Returns the configuration of an engine of one slot, which stores one text.
 
     Args:
       arguments: the parsed options.
       target: without weights.
-      least: the fewest tokens of a conversation with an answer.
+      min_context: the fewest tokens of a conversation with an answer.
       adaptive: whether the engine chooses what drafts.
 
     Raises:
@@ -184,10 +184,10 @@ def _engine_config(
     positions = target.config.max_positions
     limit = arguments.max_context
     limit = min(positions, MAX_CONTEXT) if limit is None else limit
-    if not least <= limit <= positions:
+    if not min_context <= limit <= positions:
         raise OptionError(
-            f"{{}}: it must be at least {least} tokens, for a message in the chat template and an "
-            f"answer, and at most the {positions} positions of the target",
+            f"{{}}: it must be at least {min_context} tokens, for a message in the chat template "
+            f"and an answer, and at most the {positions} positions of the target",
             "max_context",
             limit,
         )
@@ -318,9 +318,10 @@ def _answer(session: Session, message: str) -> Session:
     if not result.text:
         return session
     messages.append({"role": "assistant", "content": result.text})
-    seconds = after.prefill_s - before.prefill_s, after.loop_s - before.loop_s
-    answers = (*session.answers, AnswerStats(result.stats, *seconds))
-    return dataclasses.replace(session, messages=messages, answers=answers)
+    answer = AnswerStats(
+        result.stats, after.prefill_s - before.prefill_s, after.loop_s - before.loop_s
+    )
+    return dataclasses.replace(session, messages=messages, answers=(*session.answers, answer))
 
 
 def _ending(result: Result, limit: int) -> str:
@@ -355,11 +356,11 @@ def report(session: Session) -> str:
 def _summary(answers: Sequence[AnswerStats]) -> str:
     stats = [answer.stats for answer in answers]
     counts = sum(stats, Counts())
-    parts = [counted(sum(one.new_tokens for one in stats), "token")]
+    parts = [counted(sum(request.new_tokens for request in stats), "token")]
     if counts.target_passes:
         parts.append(f"{counts.emitted / sum(answer.decode_s for answer in answers):.1f} tokens/s")
         if len(counts.histogram) > 1:
             parts.append(f"tau {counts.tau:.2f}")
-    prefilled = counted(sum(one.prefilled_tokens for one in stats), "token")
+    prefilled = counted(sum(request.prefilled_tokens for request in stats), "token")
     seconds = sum(answer.prefill_s for answer in answers)
     return ", ".join([*parts, f"{prefilled} prefilled in {seconds:.3f} s"])

@@ -59,23 +59,24 @@ def candidate(text: str) -> Drafters:
 
 def add_speculation(
     parser: Any,
-    more: str = "default: plain decoding",
-    read: Callable[[str], str | Drafters] = drafter,
+    default_help: str = "default: plain decoding",
+    parse_drafter: Callable[[str], str | Drafters] = drafter,
 ) -> Any:
     """Adds the options of drafters and trees; returns their group.
 
     Args:
       parser: the parser of a command.
-      more: what the help of --drafter says besides.
-      read: returns the value of a --drafter option, for `argparse`.
+      default_help: the end of the help of --drafter.
+      parse_drafter: returns the value of a --drafter option, for `argparse`.
     """
     group = parser.add_argument_group("speculation")
     group.add_argument(
         "--drafter",
         action="append",
-        type=read,
+        type=parse_drafter,
         default=[],
-        help=f"{DRAFTER_SYNTAX}; repeat the option for an ensemble, whose trees are merged; {more}",
+        help=f"{DRAFTER_SYNTAX}; repeat the option for an ensemble, whose trees are merged; "
+        f"{default_help}",
     )
     group.add_argument(
         "--tree",
@@ -144,10 +145,10 @@ def engine_speculation(
             raise ValueError(f"--drafter {arg_utils.NONE} with another drafter: remove one of them")
         drafters = []
     check(arguments, drafters, sampled, f"with --drafter {arg_utils.NONE}", greedy)
-    early = next(filter(_ends_early, trees), None)
-    if drafters and not arguments.no_adaptive and early:
+    with_min_prob = next(filter(_has_min_prob, trees), None)
+    if drafters and not arguments.no_adaptive and with_min_prob:
         raise ValueError(
-            f"--tree {early.text} has min_prob, and an adaptive engine times rounds before "
+            f"--tree {with_min_prob.text} has min_prob, and an adaptive engine times rounds before "
             "the first request, which depend on the text: add --no-adaptive, or omit min_prob"
         )
     effects = [("no_adaptive", drafters, f"with --drafter {arg_utils.NONE}")]
@@ -160,7 +161,7 @@ def engine_speculation(
     return combined(drafters, trees)
 
 
-def _ends_early(trees: Trees) -> bool:
+def _has_min_prob(trees: Trees) -> bool:
     """Returns whether some tree of a --tree option is a dynamic one with `min_prob`."""
     return any(isinstance(tree, DynamicTree) and tree.min_prob for tree in trees.parts)
 
@@ -170,16 +171,16 @@ def default_drafter(arguments: argparse.Namespace) -> str:
     draft = fetched_draft(arguments.target)
     if draft is None or getattr(arguments, "mesh", None) or arguments.tokenizer:
         return SERVED
-    fast = ":weights=Q4_0" * (build.is_default() and arguments.activations == "int8")
-    return f"small:{draft}{fast}:draft_vocab={DRAFT_VOCAB}"
+    weights = ":weights=Q4_0" * (build.is_default() and arguments.activations == "int8")
+    return f"small:{draft}{weights}:draft_vocab={DRAFT_VOCAB}"
 
 
 def drafters_help() -> str:
     """Returns the drafters and their options, for the end of a command's help."""
     lines = ["drafters, written NAME:VALUE:OPTION=VALUE, and their options:"]
-    for name, kind in DRAFTERS.items():
-        path = ":PATH" if needs_model(kind) else "[:PATH]" * has_model(kind)
-        lines += [name + path, as_help(options_of(kind).values())]
+    for name, drafter_class in DRAFTERS.items():
+        path = ":PATH" if needs_model(drafter_class) else "[:PATH]" * has_model(drafter_class)
+        lines += [name + path, as_help(options_of(drafter_class).values())]
     others = ", ".join(installed(GROUP)) or "none"
     return "\n".join([*lines, f"drafters of installed packages: {others}"])
 
@@ -246,9 +247,9 @@ def show_sampling_defaults(arguments: argparse.Namespace, target: Source) -> Non
         return
     values = ", ".join(f"{key} {value:g}" for key, value in defaults.items())
     unsupported = ", ".join(sorted(set(defaults) - set(options_of(magicjax.SamplingParams))))
-    how = f"{unsupported}: not supported" if unsupported else "--do-sample"
+    hint = f"{unsupported}: not supported" if unsupported else "--do-sample"
     print(
-        f"greedy decoding; the model's generation_config.json asks for {values} ({how})",
+        f"greedy decoding; the model's generation_config.json asks for {values} ({hint})",
         file=sys.stderr,
     )
 
@@ -271,10 +272,12 @@ def check(
     """
     effects: list[tuple[str, object, str]] = [("tree", drafters, without)]
     arg_utils.check_effects(arguments, effects)
-    drawn = [each.text for each in drafters if any("draw" in x.values for x in each.parts)]
-    if drawn and not sampled:
+    with_draw = [
+        parsed.text for parsed in drafters if any("draw" in spec.values for spec in parsed.parts)
+    ]
+    if with_draw and not sampled:
         raise ValueError(
-            f"draw has no effect in greedy decoding, {greedy}: remove it from {drawn[0]}"
+            f"draw has no effect in greedy decoding, {greedy}: remove it from {with_draw[0]}"
         )
 
 

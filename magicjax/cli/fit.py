@@ -116,24 +116,24 @@ def run(arguments: argparse.Namespace) -> int:
     mesh = parse_mesh(arguments.mesh)
     fields = {field.name for field in dataclasses.fields(aot_compile.AotWorkload)}
     values = {name: value for name, value in vars(arguments).items() if name in fields}
-    load = aot_compile.AotWorkload(**values | mesh._asdict())
-    counted = memory_estimate.count(load)
-    compiled, reason, memory = None, "--analytic", targets.memory_bytes(load.device)
-    if targets.is_cpu(load.device):
+    workload = aot_compile.AotWorkload(**values | mesh._asdict())
+    counted = memory_estimate.count(workload)
+    compiled, reason, memory = None, "--analytic", targets.memory_bytes(workload.device)
+    if targets.is_cpu(workload.device):
         reason = "for a CPU"
     elif not arguments.analytic:
         if counted.resident > memory:
             reason = "weights and caches exceed the memory"
         else:
-            compiled, reason = _compile_apart(load)
-    report = summary(load, counted, compiled, memory)
+            compiled, reason = _compile_in_subprocess(workload)
+    report = summary(workload, counted, compiled, memory)
     if compiled is None:
         report["estimate"] = f"from shapes, not compiled ({reason})"
     print(json.dumps(report, indent=2) if arguments.json else as_text(report, arguments.verbose))
     return 0 if report["fits"] else DOES_NOT_FIT
 
 
-def summary(load: Any, counted: Any, compiled: dict | None, memory: int) -> dict[str, Any]:
+def summary(workload: Any, counted: Any, compiled: dict | None, memory: int) -> dict[str, Any]:
     """Returns the report: bytes per device, communication, and the largest workload that fits.
 
     `counted` is the `MemoryEstimate` of the `AotWorkload`, `compiled` is the report of its
@@ -141,13 +141,13 @@ def summary(load: Any, counted: Any, compiled: dict | None, memory: int) -> dict
     """
     from magicjax.prediction.aot import targets
 
-    own, request = counted.footprint, counted.request
-    share = USABLE_OF_CPU if targets.is_cpu(load.device) else USABLE
+    footprint, request = counted.footprint, counted.request
+    share = USABLE_OF_CPU if targets.is_cpu(workload.device) else USABLE
     temporary = {name: getattr(counted, name) for name in ("prefill", "init", "decode")}
     if compiled is not None:
         # Temporaries include streamed layers, which do not grow with the rows.
         temporary = {
-            name: max(0, program["temporary bytes"] - own.streamed)
+            name: max(0, program["temporary bytes"] - footprint.streamed)
             for name, program in compiled.items()
         }
     total = counted.resident + max(temporary.values())
@@ -155,21 +155,21 @@ def summary(load: Any, counted: Any, compiled: dict | None, memory: int) -> dict
     max_context = largest(
         range(1, counted.positions + 1),
         usable,
-        lambda tokens: total + counted.growth(tokens - load.context),
+        lambda tokens: total + counted.growth(tokens - workload.context),
     )
     report = {
-        "workload": dataclasses.asdict(load)
+        "workload": dataclasses.asdict(workload)
         | {
             "backend": request.settings.backend or "xla",
             "micro_batches": request.target.layout.micro_batches,
             "weights": str(request.target.weights) if request.target.weights else None,
         },
         "bytes on each device": {
-            "weights": own.weights,
-            "draft weights": own.draft_weights,
-            "two layers, streamed": own.streamed,
-            "target KV": own.target_kv,
-            "draft KV": own.draft_kv,
+            "weights": footprint.weights,
+            "draft weights": footprint.draft_weights,
+            "two layers, streamed": footprint.streamed,
+            "target KV": footprint.target_kv,
+            "draft KV": footprint.draft_kv,
             "other state": counted.rest,
             **{f"temporaries of {name}": size for name, size in temporary.items()},
             "total": total,
@@ -180,7 +180,7 @@ def summary(load: Any, counted: Any, compiled: dict | None, memory: int) -> dict
             else max(program["argument bytes in host memory"] for program in compiled.values()),
         },
         "fits": total <= usable,
-        "largest batch": max_rows(load, counted, temporary, usable),
+        "largest batch": max_rows(workload, counted, temporary, usable),
         "largest context": max_context,
     }
     options = ["--weights", "--kv-dtype", "--offload", "--mesh"]
@@ -192,16 +192,16 @@ def summary(load: Any, counted: Any, compiled: dict | None, memory: int) -> dict
     return report
 
 
-def max_rows(load: Any, counted: Any, temporary: dict[str, int], usable: int) -> int:
-    """Returns approximately how many rows fit, scaled from the memory of `load`.
+def max_rows(workload: Any, counted: Any, temporary: dict[str, int], usable: int) -> int:
+    """Returns approximately how many rows fit, scaled from the memory of `workload`.
 
     Caches and the temporaries of a step are proportional to the rows; those of prefill to the
     tokens of a prefill step.
     """
-    requested, own = load.batch // load.data, counted.footprint
-    per_row = (own.target_kv + own.draft_kv + counted.rest) / requested
-    longest = load.context - load.max_tokens
-    weights = own.weights + own.draft_weights + own.streamed
+    requested, footprint = workload.batch // workload.data, counted.footprint
+    per_row = (footprint.target_kv + footprint.draft_kv + counted.rest) / requested
+    longest = workload.context - workload.max_tokens
+    weights = footprint.weights + footprint.draft_weights + footprint.streamed
 
     def needed(rows: int) -> int:
         tokens, requested_tokens = (n * min(prefill_chunk(n), longest) for n in (rows, requested))
@@ -210,7 +210,7 @@ def max_rows(load: Any, counted: Any, temporary: dict[str, int], usable: int) ->
         return math.ceil(weights + rows * per_row + max(step, prefill))
 
     rows = range(1, max(1, int(usable / per_row)) + 1)
-    return load.data * largest(rows, usable, needed)
+    return workload.data * largest(rows, usable, needed)
 
 
 def as_text(report: dict[str, Any], verbose: bool = False) -> str:
@@ -220,9 +220,9 @@ def as_text(report: dict[str, Any], verbose: bool = False) -> str:
       report: the result of `summary`.
       verbose: whether to append what the compiled programs contain.
     """
-    load, sizes = report["workload"], report["bytes on each device"]
-    mesh = MeshSize(load["data"], load["model"], load["stage"])
-    micro_batches = f", {load['micro_batches']} micro-batches" if mesh.stage > 1 else ""
+    workload, sizes = report["workload"], report["bytes on each device"]
+    mesh = MeshSize(workload["data"], workload["model"], workload["stage"])
+    micro_batches = f", {workload['micro_batches']} micro-batches" if mesh.stage > 1 else ""
     free = sizes["usable"] - sizes["total"]
     verdict = "fits" if report["fits"] else "DOES NOT FIT"
     limits = (
@@ -235,10 +235,11 @@ def as_text(report: dict[str, Any], verbose: bool = False) -> str:
     lines = [
         f"{verdict}: {abs(free) / GB:.3f} GB {'free' if free >= 0 else 'missing'} on each device",
         limits,
-        f"{load['target']}, {load['drafter'] or 'plain decoding'}, batch {load['batch']}, context "
-        f"{load['context']}, {load['dtype']}, on {mesh.devices} x {load['device']} "
-        f"({mesh}{micro_batches}), attention backend {load['backend']}"
-        + offloading.describe(load["offload"], load["weights"], load["kv_dtype"]),
+        f"{workload['target']}, {workload['drafter'] or 'plain decoding'}, batch "
+        f"{workload['batch']}, context {workload['context']}, {workload['dtype']}, on "
+        f"{mesh.devices} x {workload['device']} ({mesh}{micro_batches}), attention backend "
+        f"{workload['backend']}"
+        + offloading.describe(workload["offload"], workload["weights"], workload["kv_dtype"]),
     ]
     if "estimate" in report:
         lines.append(f"ESTIMATE {report['estimate']}")
@@ -269,7 +270,7 @@ def _program(program: dict[str, Any], per: str) -> list[str]:
     return lines
 
 
-def _compile_apart(load: Any) -> tuple[dict[str, Any] | None, str]:
+def _compile_in_subprocess(workload: Any) -> tuple[dict[str, Any] | None, str]:
     """Returns (the compiler's report, ""), or (None, why the compiler is not available).
 
     Raises:
@@ -277,9 +278,9 @@ def _compile_apart(load: Any) -> tuple[dict[str, Any] | None, str]:
     """
     from magicjax.prediction.aot import targets
 
-    kind = "tpu" if targets.is_tpu(load.device) else "cuda"
+    platform = "tpu" if targets.is_tpu(workload.device) else "cuda"
     try:
-        wheels = _compiler(kind)
+        wheels = _compiler(platform)
     except (OSError, subprocess.CalledProcessError) as error:
         output = getattr(error, "stderr", "") or str(error)
         return None, f"the compiler cannot be downloaded: {output.strip().splitlines()[-1]}"
@@ -288,45 +289,48 @@ def _compile_apart(load: Any) -> tuple[dict[str, Any] | None, str]:
         "PYTHONPATH": path,
         "JAX_PLATFORMS": "cpu",  # otherwise the plugin looks for a driver
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-        **(targets.TPU_ENVIRONMENT if kind == "tpu" else {}),
+        **(targets.TPU_ENVIRONMENT if platform == "tpu" else {}),
     }
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder) / "report.json"
-        code = json.dumps(dataclasses.asdict(load))
-        command = [sys.executable, "-m", "magicjax.prediction.aot.aot_compile", code, str(out)]
-        ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if ran.returncode:
-            exhausted = [line for line in ran.stderr.splitlines() if "RESOURCE_EXHAUSTED" in line]
+        encoded = json.dumps(dataclasses.asdict(workload))
+        command = [sys.executable, "-m", "magicjax.prediction.aot.aot_compile", encoded, str(out)]
+        process = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False
+        )
+        if process.returncode:
+            lines = process.stderr.splitlines()
+            exhausted = [line for line in lines if "RESOURCE_EXHAUSTED" in line]
             if exhausted:
                 raise ValueError(
-                    f"the programs need more memory than {load.device} has: use fewer rows, a "
+                    f"the programs need more memory than {workload.device} has: use fewer rows, a "
                     f"shorter context or more devices: {exhausted[-1]}"
                 )
-            raise ValueError(f"compilation failed:\n{ran.stderr[-4000:]}")
+            raise ValueError(f"compilation failed:\n{process.stderr[-4000:]}")
         return json.loads(out.read_text()), ""
 
 
-def _compiler(kind: str) -> pathlib.Path:
+def _compiler(platform: str) -> pathlib.Path:
     """Returns the folder with a compiler for this JAX, "cuda" or "tpu"; downloads a missing one."""
     home = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-    folder = home / "magicjax" / f"{kind}-compiler-{jax.__version__}"
+    folder = home / "magicjax" / f"{platform}-compiler-{jax.__version__}"
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    print(f"downloading the {kind.upper()} compiler into {folder} (once)", file=sys.stderr)
+    print(f"downloading the {platform.upper()} compiler into {folder} (once)", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=folder.parent) as partial:
         into = pathlib.Path(partial) / "wheels"
         pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--quiet", "--no-input"]
-        command = [*pip, "--disable-pip-version-check", "--target", str(into), *_wheels(kind)]
+        command = [*pip, "--disable-pip-version-check", "--target", str(into), *_wheels(platform)]
         subprocess.run(command, capture_output=True, text=True, check=True)
         if not folder.is_dir():  # another process may have created it
             into.rename(folder)
     return folder
 
 
-def _wheels(kind: str) -> list[str]:
+def _wheels(platform: str) -> list[str]:
     """Returns the requirements of a compiler for this JAX."""
-    if kind == "cuda":
+    if platform == "cuda":
         return [f"{name}=={jax.__version__}" for name in CUDA_WHEELS]
-    needed = importlib.metadata.requires("jax") or ()
-    return [each.partition(";")[0].strip() for each in needed if each.startswith("libtpu")]
+    requirements = importlib.metadata.requires("jax") or ()
+    return [line.partition(";")[0].strip() for line in requirements if line.startswith("libtpu")]

@@ -183,9 +183,14 @@ def _join(arguments: argparse.Namespace, source: Source) -> None:
         )
     local = ("run", "rank", "coordinator", "prompt", "prompt_file")
     shared = [(name, value) for name, value in vars(arguments).items() if name not in local]
-    position = arguments.coordinator, arguments.processes, arguments.rank
     run = (*shared, _prompt(arguments), version(), source.config)
-    processes.join(*position, meshes=[arguments.mesh or ""], run=run)
+    processes.join(
+        arguments.coordinator,
+        arguments.processes,
+        arguments.rank,
+        meshes=[arguments.mesh or ""],
+        run=run,
+    )
 
 
 @contextlib.contextmanager
@@ -210,7 +215,7 @@ def _check(arguments: argparse.Namespace) -> None:
     if auto_tree and (auto or len(arguments.drafter) != 1 or len(arguments.tree) != 1):
         raise ValueError(f"--tree {AUTO} chooses the tree of one --drafter: name one drafter")
     drafters = arguments.candidate if auto else arguments.drafter
-    paths = [spec.path for each in drafters for spec in each.parts]
+    paths = [spec.path for parsed in drafters for spec in parsed.parts]
     without_auto = f"without --drafter {AUTO}"
     without_drafter = "without --candidate" if auto else "without --drafter"
     effects: list[tuple[str, object, str]] = [
@@ -252,7 +257,7 @@ def _generate(
         mesh=magicjax.make_mesh(*parse_mesh(arguments.mesh)) if arguments.mesh else None,
     )
     if arguments.show_tree:
-        trees = [tree for each in arguments.tree for tree in each.parts]
+        trees = [tree for parsed in arguments.tree for tree in parsed.parts]
         print(*trees or [DEFAULT_TREE], sep="\n")
     with interruptible as interrupted:
         output = printing.print_stream(rounds, interrupted.is_set)

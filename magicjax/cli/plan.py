@@ -97,11 +97,14 @@ def run(arguments: argparse.Namespace) -> None:
     cost_model.check_dtype(machine.device, arguments.dtype, arguments.device)
     model_options.check_context(source, arguments.context)
     candidates, sources = candidates_of(arguments, model, machine)
-    where = machine, arguments.batch, arguments.context
-    plan = planner.plan(target, candidates, *where, free_memory(model, *where))
+    batch, context = arguments.batch, arguments.context
+    free = free_memory(model, machine, batch, context)
+    plan = planner.plan(target, candidates, machine, batch, context, free)
     best = next(candidate for candidate in candidates if candidate.name == plan.best.drafter)
     tree = plan.best.tree
-    times = cost_model.sources(target, best.draft, *where, tree.num_nodes, tree.levels.shape[1])
+    times = cost_model.sources(
+        target, best.draft, machine, batch, context, tree.num_nodes, tree.levels.shape[1]
+    )
     if arguments.json:
         print(json.dumps(as_json(arguments, model, machine, plan, sources, times), indent=2))
     else:
@@ -147,9 +150,8 @@ def candidates_of(
     at_context = acceptance.at_context(measured, arguments.context)
     packed = _is_packed(arguments, machine)
     load = functools.partial(abstract_model, dtype=arguments.dtype, packed=packed)
-    shape = arguments.batch, arguments.context
     candidates = [
-        candidate(name, table, target, machine, *shape, load)
+        candidate(name, table, target, machine, arguments.batch, arguments.context, load)
         for name, (table, _) in at_context.items()
     ]
     return candidates, {name: measured_at for name, (_, measured_at) in at_context.items()}
@@ -185,8 +187,8 @@ def candidate(
         placement.parameter_shardings(model.module, None, mesh)
     dtype, rates = str(target.dtype), table.tolist()
     memory = footprint_on(machine, target, prepared, batch, context).draft
-    made = make_candidate(drafter, model_sizes(target, dtype), dtype, rates, memory=memory)
-    return dataclasses.replace(made, name=name)
+    result = make_candidate(drafter, model_sizes(target, dtype), dtype, rates, memory=memory)
+    return dataclasses.replace(result, name=name)
 
 
 def tree_spec(tree: TokenTree) -> str:

@@ -158,18 +158,18 @@ def run(arguments: argparse.Namespace) -> int:
         ) from error
     server_config, (drafters, trees) = _server_config(arguments), _speculation(arguments)
     name = arguments.served_model_name or pathlib.Path(arguments.target).resolve().name
-    described, rows = _described(arguments, drafters, trees)
+    engine_arguments, rows = _engine_arguments(arguments, drafters, trees)
     with bind(arguments.host, arguments.port) as bound:
         host, port = bound.getsockname()[:2]
         if server_config.api_key is None and not ipaddress.ip_address(host).is_loopback:
             _note(f"warning: anyone who reaches {host} can use the model: set ${API_KEY}")
         _note(f"loading the weights of {name}")
-        begun = time.monotonic()
-        engine = magicjax.Engine(**described)
+        start = time.monotonic()
+        engine = magicjax.Engine(**engine_arguments)
         worker = Worker(engine)
         loaded, before = time.monotonic(), program_cache.totals()
         _note(
-            f"loading took {loaded - begun:.1f} s; compiling {engine.num_programs} programs: "
+            f"loading took {loaded - start:.1f} s; compiling {engine.num_programs} programs: "
             "seconds to minutes"
         )
         worker.warm_up(_progress(engine.num_programs))
@@ -178,8 +178,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"warm-up took {time.monotonic() - loaded:.1f} s, {compile_s - before[1]:.1f} s of it "
             f"to compile {count - before[0]} programs"
         )
-        form = FORMATS.get(arguments.tool_format)
-        served = Served(name, described["target"], engine.config, form)
+        tool_format = FORMATS.get(arguments.tool_format)
+        served = Served(name, engine_arguments["target"], engine.config, tool_format)
         app = create_app(served, worker, server_config)
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         per_device = " on each device" if arguments.mesh else ""
@@ -194,14 +194,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _progress(total: int) -> Callable[[], None]:
     """Returns what prints how many of the programs are compiled, if there are more than before."""
-    first, begun, shown = program_cache.totals()[0], time.monotonic(), 0
+    compiled_before, start, shown = program_cache.totals()[0], time.monotonic(), 0
 
     def report() -> None:
         nonlocal shown
-        count = program_cache.totals()[0] - first
+        count = program_cache.totals()[0] - compiled_before
         if count > shown:
             shown = count
-            _note(f"compiled {count} of {total} programs ({time.monotonic() - begun:.0f} s)")
+            _note(f"compiled {count} of {total} programs ({time.monotonic() - start:.0f} s)")
 
     return report
 
@@ -214,7 +214,7 @@ def _speculation(arguments: argparse.Namespace) -> tuple[Drafters | None, Trees 
     return drafting.engine_speculation(arguments, not arguments.greedy, "with --greedy")
 
 
-def _described(
+def _engine_arguments(
     arguments: argparse.Namespace, drafters: Drafters | None, trees: Trees | None
 ) -> tuple[dict[str, Any], Request]:
     """Returns the engine's arguments, of models without weights, and a request of all its rows.
@@ -252,16 +252,16 @@ def engine_config(
 def _server_config(arguments: argparse.Namespace) -> ServerConfig:
     """Returns the configuration of the server; raises ValueError for invalid options."""
     check_number("port", arguments.port, ge=0, le=2**16 - 1)
-    made = ServerConfig(**arg_utils.settings_from(arguments, ServerConfig))
-    for origin in made.cors_origins:
+    config = ServerConfig(**arg_utils.settings_from(arguments, ServerConfig))
+    for origin in config.cors_origins:
         if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
             raise OptionError(
                 "{}: an origin has a scheme and no path, such as https://app.example",
                 "cors_origins",
                 origin,
             )
-    hosts = (arguments.host, *made.allowed_hosts)
-    return dataclasses.replace(made, api_key=_key(arguments), allowed_hosts=hosts)
+    hosts = (arguments.host, *config.allowed_hosts)
+    return dataclasses.replace(config, api_key=_key(arguments), allowed_hosts=hosts)
 
 
 def _key(arguments: argparse.Namespace) -> str | None:

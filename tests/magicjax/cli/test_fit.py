@@ -57,7 +57,7 @@ def test_without_the_compiler_the_report_is_an_estimate(run, monkeypatch):
 
 
 def test_a_cpu_is_counted_from_shapes_and_leaves_memory_to_other_programs(run, monkeypatch):
-    monkeypatch.setattr(fit, "_compile_apart", lambda load: pytest.fail("compiled"))
+    monkeypatch.setattr(fit, "_compile_in_subprocess", lambda workload: pytest.fail("compiled"))
     load = ["--batch", "1", "--context", "8k", "--device", "cpu:16", "--json"]
     found = json.loads(run("fit", "--target", "llama-3.2-1b", *load)[1])
     assert found["workload"]["backend"] == "cpu" and "for a CPU" in found["estimate"]
@@ -65,7 +65,7 @@ def test_a_cpu_is_counted_from_shapes_and_leaves_memory_to_other_programs(run, m
 
 
 def test_what_exceeds_the_memory_is_not_compiled(run, monkeypatch):
-    monkeypatch.setattr(fit, "_compile_apart", lambda load: pytest.fail("compiled"))
+    monkeypatch.setattr(fit, "_compile_in_subprocess", lambda workload: pytest.fail("compiled"))
     code, out, _ = run("fit", "--target", "llama-3.1-8b", *LOAD[:4], "--device", "v5e")
     assert code == 3 and "not compiled (weights and caches exceed the memory)" in out
 
