@@ -52,7 +52,8 @@ class Size:
     def download_gb(self) -> float:
         """Gigabytes of the models that are not on the disk yet."""
         downloads = [DOWNLOADS[name] for name in self.models]
-        return sum(each.size_mb for each in downloads if not each.directory.is_dir()) / 1e3
+        missing = [download for download in downloads if not download.directory.is_dir()]
+        return sum(download.size_mb for download in missing) / 1e3
 
 
 LARGE = Size("demo.yaml", ("qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"), 4.0)
@@ -88,16 +89,16 @@ def summary(directory: pathlib.Path) -> list[str]:
     """Returns the result of each group of cells in words."""
     rows = answer.with_intervals(results_folder.read(directory).cells)
     lines = []
-    for one in answer.answers(rows):
-        if one.best is None or not one.timed:
+    for comparison in answer.answers(rows):
+        if comparison.best is None or not comparison.timed:
             result = "no method has a result"
-        elif one.best["speedup"] > 1:
-            times = labels.with_interval(one.best, "speedup")
-            doubt = ", undecided, because the interval contains 1" * one.unclear
-            result = f"{times} times faster, same text{doubt} ({one.best['method']})"
+        elif comparison.best["speedup"] > 1:
+            times = labels.with_interval(comparison.best, "speedup")
+            doubt = ", undecided, because the interval contains 1" * comparison.unclear
+            result = f"{times} times faster, same text{doubt} ({comparison.best['method']})"
         else:
             result = "no method is faster"
-        lines.append(f"{labels.describe(one.group)}: {result}")
+        lines.append(f"{labels.describe(comparison.group)}: {result}")
     return lines
 
 

@@ -118,32 +118,32 @@ def _labels(cells: Sequence[grid.Cell]) -> dict[grid.Cell, str]:
 
 
 def run(
-    whole: Grid,
+    sweep: Grid,
     pending: Sequence[grid.Cell],
     console: Console,
     launcher: launchers.Launcher,
-    known: dict[grid.Cell, estimates.Estimate],
+    cell_estimates: dict[grid.Cell, estimates.Estimate],
     stop: launchers.Stop,
 ) -> None:
     """Measures the pending cells, whose earlier results are removed.
 
-    `known` has estimates of their time, for the progress bar.
+    `cell_estimates` has estimates of their time, for the progress bar.
     """
-    settings = whole.experiment
+    settings = sweep.experiment
     printed: dict[grid.Cell, set[str]] = {}
-    if len(pending) < len(whole.cells):
-        console.print(f"{len(pending)} of {len(whole.cells)} cells are to do in {whole.directory}")
+    if len(pending) < len(sweep.cells):
+        console.print(f"{len(pending)} of {len(sweep.cells)} cells are to do in {sweep.directory}")
     if not pending:
         return
     cells = {}
     for cell in pending:
-        folder = whole.folders[cell].resolve()
+        folder = sweep.folders[cell].resolve()
         store.write_cell(folder, grid.resolved(cell))
-        if whole.state(cell) != "to do":
+        if sweep.state(cell) != "to do":
             store.clear(folder)
         cells[folder] = cell
     limits = Limits(settings.memory_limit_gb, settings.timeout_minutes, settings.profile)
-    total = sum(known[cell].seconds for cell in pending)
+    total = sum(cell_estimates[cell].seconds for cell in pending)
     count = TextColumn("{task.fields[done]} of {task.fields[count]} cells")
     parts = (count, BarColumn(), TimeRemainingColumn(), TextColumn("left"))
     prints_steps = isinstance(launcher, launchers.InProcess)
@@ -151,12 +151,12 @@ def run(
         task = progress.add_task("", total=total, count=len(pending), done=0)
         for done, folder in enumerate(launcher.run(list(cells), limits, stop), 1):
             cell = cells[folder]
-            progress.update(task, advance=known[cell].seconds, done=done)
+            progress.update(task, advance=cell_estimates[cell].seconds, done=done)
             row = results_folder.row_of(folder)
             if row is None:
                 continue  # the user has stopped it
             errors = printed.setdefault(grid.plain_of(cell), set())
-            _print_cell(progress.console, whole.labels[cell], row, errors)
+            _print_cell(progress.console, sweep.labels[cell], row, errors)
 
 
 def _print_cell(console: Console, label: str, row: dict[str, Any], printed: set[str]) -> None:
@@ -175,68 +175,68 @@ def _print_cell(console: Console, label: str, row: dict[str, Any], printed: set[
     console.print(f"{label}: {result}", markup=False, highlight=False)
 
 
-def publish(whole: Grid, console: Console) -> list[dict[str, Any]]:
+def publish(sweep: Grid, console: Console) -> list[dict[str, Any]]:
     """Writes the summary and the report; returns the rows of the cells that have ended."""
-    rows = [row for c in whole.share if (row := results_folder.row_of(whole.folders[c]))]
-    if whole.experiment.worker:
+    rows = [row for c in sweep.share if (row := results_folder.row_of(sweep.folders[c]))]
+    if sweep.experiment.worker:
         console.print("run the command without --worker for the report of all workers")
     elif rows:
         console.print("writing the report")
-        _report(whole, console, rows)
+        _report(sweep, console, rows)
     else:
         console.print("no cell has ended: nothing to report")
-    if left := len(whole.share) - len(rows):
+    if left := len(sweep.share) - len(rows):
         console.print(
-            f"{left} of {len(whole.share)} cells are still to do: rerun the command to resume"
+            f"{left} of {len(sweep.share)} cells are still to do: rerun the command to resume"
         )
     return rows
 
 
-def _report(whole: Grid, console: Console, rows: list[dict[str, Any]]) -> None:
+def _report(sweep: Grid, console: Console, rows: list[dict[str, Any]]) -> None:
     """Writes and prints the results."""
-    results = results_folder.read(whole.directory, [row["key"] for row in rows])
-    to_do = len(whole.cells) - len(rows)
+    results = results_folder.read(sweep.directory, [row["key"] for row in rows])
+    to_do = len(sweep.cells) - len(rows)
     rows = answer.with_intervals(results.cells)
     names = columns.names_of([cell.row for cell in results.cells])
-    store.write_summary(whole.directory, rows, names)
+    store.write_summary(sweep.directory, rows, names)
     page.write(results, to_do)
     for sentence in answer.sentences(rows):
         console.print(sentence, markup=False, highlight=False)
-    console.print(terminal.table(rows, whole.experiment.name, console.width))
+    console.print(terminal.table(rows, sweep.experiment.name, console.width))
     for line in (*terminal.LEGEND, *terminal.notes(rows)):
         console.print(line, markup=False)
-    console.print(f"wrote {whole.directory}: summary.csv, {page.PAGE}, cells/", markup=False)
+    console.print(f"wrote {sweep.directory}: summary.csv, {page.PAGE}, cells/", markup=False)
 
 
 def dry_run(
-    whole: Grid, console: Console, known: dict[grid.Cell, estimates.Estimate], on_gpu: bool
+    sweep: Grid, console: Console, cell_estimates: dict[grid.Cell, estimates.Estimate], on_gpu: bool
 ) -> None:
     """Prints the cells, their state, and estimates of memory and time."""
-    table = Table(title=f"{whole.experiment.name}: {len(whole.cells)} cells")
+    table = Table(title=f"{sweep.experiment.name}: {len(sweep.cells)} cells")
     for name in ("key", "cell", "state", "memory (GB)", "time (estimate)"):
         table.add_column(name, justify="right" if "(" in name else "left", no_wrap=name == "key")
-    for cell in whole.cells:
-        estimate = known[cell]
+    for cell in sweep.cells:
+        estimate = cell_estimates[cell]
         table.add_row(
-            whole.folders[cell].name[:8],
-            whole.labels[cell],
-            whole.state(cell),
+            sweep.folders[cell].name[:8],
+            sweep.labels[cell],
+            sweep.state(cell),
             f"{estimate.memory_gb:.2f}",
             _duration(estimate.seconds),
         )
     console.print(table)
-    pending = whole.pending()
-    total = _duration(sum(known[cell].seconds for cell in pending))
-    _print_failing(whole, console)
+    pending = sweep.pending()
+    total = _duration(sum(cell_estimates[cell].seconds for cell in pending))
+    _print_failing(sweep, console)
     processor = "on GPUs" if on_gpu else "on this CPU"
     console.print(f"{len(pending)} cells to run, about {total} if run one at a time {processor}")
 
 
-def _print_failing(whole: Grid, console: Console) -> None:
+def _print_failing(sweep: Grid, console: Console) -> None:
     """Prints the cells that cannot run, and each reason once."""
     cells = collections.defaultdict(list)
-    for cell, problem in whole.failing().items():
-        cells[problem].append(whole.labels[cell])
+    for cell, problem in sweep.failing().items():
+        cells[problem].append(sweep.labels[cell])
     for problem, names in cells.items():
         console.print(f"{'; '.join(names)} cannot run: {problem}", markup=False)
 
@@ -299,39 +299,39 @@ def _launch(
     launcher: launchers.InProcess | None = None,
 ) -> int:
     """Returns the exit status of an experiment; `launcher` replaces the experiment's."""
-    whole = Grid(experiment)
-    store.check_folder(whole.directory, {folder.name for folder in whole.folders.values()})
+    sweep = Grid(experiment)
+    store.check_folder(sweep.directory, {folder.name for folder in sweep.folders.values()})
     on_gpu = bool(launchers.gpus())
     in_process = launcher is not None or experiment.launcher == "in_process"
-    devices = 0 if in_process else _use_only_cpu(whole.cells)
+    devices = 0 if in_process else _use_only_cpu(sweep.cells)
     record = experiment.impossible == "record"
-    whole.invalid = preflight.model_problems(whole.groups, record)
-    whole.too_large = _too_large(whole, on_gpu and not in_process)
-    failing = whole.invalid.keys() | whole.too_large
-    left = [[c for c in group if c not in failing] for group in whole.groups]
-    whole.invalid |= preflight.cell_problems([*filter(None, left)], record)
-    known = {
+    sweep.invalid = preflight.model_problems(sweep.groups, record)
+    sweep.too_large = _too_large(sweep, on_gpu and not in_process)
+    failing = sweep.invalid.keys() | sweep.too_large
+    left = [[c for c in group if c not in failing] for group in sweep.groups]
+    sweep.invalid |= preflight.cell_problems([*filter(None, left)], record)
+    cell_estimates = {
         cell: estimates.of(cell, on_gpu, chooses=cell is group[0])
-        for group in whole.groups
+        for group in sweep.groups
         for cell in group
-        if cell not in whole.invalid
+        if cell not in sweep.invalid
     }
-    known |= dict.fromkeys(whole.invalid, estimates.Estimate(0.0, 0.0))
+    cell_estimates |= dict.fromkeys(sweep.invalid, estimates.Estimate(0.0, 0.0))
     if experiment.dry_run:
-        dry_run(whole, console, known, on_gpu)
+        dry_run(sweep, console, cell_estimates, on_gpu)
         return 0
     shared = bool(experiment.worker)
-    with locked(whole.directory / ".lock", wait=False, shared=shared) as acquired:
+    with locked(sweep.directory / ".lock", wait=False, shared=shared) as acquired:
         if not acquired:
             raise ConfigError(
-                f"{whole.directory} is in use by another launcher: wait for it, or give another "
+                f"{sweep.directory} is in use by another launcher: wait for it, or give another "
                 "--name"
             )
         used = launcher or launchers.make(experiment, devices)
-        return _measure(whole, console, used, known)
+        return _measure(sweep, console, used, cell_estimates)
 
 
-def _too_large(whole: Grid, gpu_processes: bool) -> dict[grid.Cell, str]:
+def _too_large(sweep: Grid, gpu_processes: bool) -> dict[grid.Cell, str]:
     """Returns the cells to measure that do not fit this machine's memory, with the reasons.
 
     Cells that run on other machines are refused there. With `gpu_processes`, cells run in processes
@@ -341,41 +341,41 @@ def _too_large(whole: Grid, gpu_processes: bool) -> dict[grid.Cell, str]:
       ConfigError: no cell fits, or some do not and `impossible` is "refuse"; not in a dry run.
     """
     available = launchers.gpu_memory() if gpu_processes else None
-    if whole.experiment.launcher != "local" or (gpu_processes and available is None):
+    if sweep.experiment.launcher != "local" or (gpu_processes and available is None):
         return {}
-    pending = whole.pending()
+    pending = sweep.pending()
     too_large = preflight.too_large(pending, available)
-    refused = whole.experiment.impossible == "refuse" or len(too_large) == len(pending)
-    if too_large and refused and not whole.experiment.dry_run:
-        lines = [f"{whole.labels[cell]}: {problem}" for cell, problem in too_large.items()]
+    refused = sweep.experiment.impossible == "refuse" or len(too_large) == len(pending)
+    if too_large and refused and not sweep.experiment.dry_run:
+        lines = [f"{sweep.labels[cell]}: {problem}" for cell, problem in too_large.items()]
         raise ConfigError("\n".join(lines))
     return too_large
 
 
 def _measure(
-    whole: Grid,
+    sweep: Grid,
     console: Console,
     launcher: launchers.Launcher,
-    known: dict[grid.Cell, estimates.Estimate],
+    cell_estimates: dict[grid.Cell, estimates.Estimate],
 ) -> int:
     """Returns the exit status of a run that holds the folder's lock."""
-    pending = whole.pending()  # refuses stale cells before anything is written
-    if not whole.experiment.worker:  # else others may be writing
-        store.remove_partials(whole.directory)
+    pending = sweep.pending()  # refuses stale cells before anything is written
+    if not sweep.experiment.worker:  # else others may be writing
+        store.remove_partials(sweep.directory)
     hidden = {*multihost.SETTINGS, "worker"}
-    settings = whole.experiment.model_dump(mode="json", exclude_unset=True, exclude=hidden)
-    store.write_experiment(whole.directory, settings)
-    for cell, problem in whole.failing().items():
-        store.write_cell(whole.folders[cell], grid.resolved(cell))
-        kind = "memory" if cell in whole.too_large else "config"
-        store.write_failure(whole.folders[cell], kind, problem)
-    _print_failing(whole, console)
+    settings = sweep.experiment.model_dump(mode="json", exclude_unset=True, exclude=hidden)
+    store.write_experiment(sweep.directory, settings)
+    for cell, problem in sweep.failing().items():
+        store.write_cell(sweep.folders[cell], grid.resolved(cell))
+        kind = "memory" if cell in sweep.too_large else "config"
+        store.write_failure(sweep.folders[cell], kind, problem)
+    _print_failing(sweep, console)
     stop = launchers.Stop()
     with stop.on_signals(console.print):
-        run(whole, pending, console, launcher, known, stop)
-        rows = publish(whole, console)
+        run(sweep, pending, console, launcher, cell_estimates, stop)
+        rows = publish(sweep, console)
     passed = all(row["status"] == "ok" and labels.is_exact(row) for row in rows)
-    passed &= all(whole.state(cell) == "finished" for cell in pending)
+    passed &= all(sweep.state(cell) == "finished" for cell in pending)
     return INTERRUPTED if stop.no_more else 0 if passed else 1
 
 

@@ -71,13 +71,13 @@ def leading_tokens(tokenizer: Any) -> list[int]:
     Special tokens after a text are omitted, because a model continues a prompt.
     """
     plain = encode(tokenizer, PROBE)
-    whole = tokenizer.encode(PROBE, split_special_tokens=True, verbose=False)
-    for start in range(len(whole) - len(plain) + 1):
-        if whole[start : start + len(plain)] == plain:
-            return whole[:start]
+    with_special = tokenizer.encode(PROBE, split_special_tokens=True, verbose=False)
+    for start in range(len(with_special) - len(plain) + 1):
+        if with_special[start : start + len(plain)] == plain:
+            return with_special[:start]
     raise ValueError(
-        f"the tokenizer encodes {PROBE!r} as {plain}, and as {whole} with special tokens, which "
-        "does not contain the former: use a tokenizer that only adds tokens around a text"
+        f"the tokenizer encodes {PROBE!r} as {plain}, and as {with_special} with special tokens, "
+        "which does not contain the former: use a tokenizer that only adds tokens around a text"
     )
 
 

@@ -42,11 +42,12 @@ def of(cell: grid.Cell, on_gpu: bool, chooses: bool) -> Estimate:
     `chooses` is whether the cell chooses the prompts of its group.
     """
     load = functools.partial(unloaded, dtype=cell.dtype, packed=cell.packed)
-    target, shape = load(cell.target, **cell.storage), (cell.batch, cell.context + cell.new_tokens)
-    num_bytes = footprint.of_models(target, None, *shape).resident
-    for part in cell.drafts:
-        drafter = spec.make_one(part, load).for_target(target)
-        num_bytes += footprint.of_models(target, drafter, *shape).draft
+    target = load(cell.target, **cell.storage)
+    rows, capacity = cell.batch, cell.context + cell.new_tokens
+    num_bytes = footprint.of_models(target, None, rows, capacity).resident
+    for draft in cell.drafts:
+        drafter = spec.make_one(draft, load).for_target(target)
+        num_bytes += footprint.of_models(target, drafter, rows, capacity).draft
     sizes = model_sizes(target, cell.dtype)
     return Estimate(num_bytes / 1e9, _seconds(cell, sizes, on_gpu, chooses))
 

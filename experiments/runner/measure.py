@@ -56,45 +56,46 @@ def measure(
     for number, prompt_rows in enumerate(batches):
         which = f", prompts {number + 1} of {len(batches)}" if len(batches) > 1 else ""
         shared = None  # frees the caches of the last batch
-        of_batch = {each: _with_own_seed(each, number) for each in outputs}
+        batch_cells = {measured: _with_batch_seed(measured, number) for measured in outputs}
         bench.steps(f"batch {cell.batch}, context {cell.context}: prefill{which}")
         shown = streams and number == 0
         if shown:
             bench.steps.text(f"… {bench.end_of_prompt(cell)}\n")
-        shared = bench.runs(list(of_batch.values()), prompt_rows)
+        shared = bench.runs(list(batch_cells.values()), prompt_rows)
         prefill_compile_s += shared.compile_s
-        parts: dict[Cell, list] = {each: [] for each in outputs}
+        batch_outputs: dict[Cell, list] = {measured: [] for measured in outputs}
         first = 1 if number and cell.repeats else 0
         for repeat in range(first, cell.repeats + 1):
             run = f"timed run {repeat} of {cell.repeats}" if repeat else "compiling, first run"
-            for each in outputs:
-                bench.steps(f"{each.label}: {run}{which}")
-                parts[each].append(shared.run(of_batch[each], shown and repeat == 0))
-        for each, of_cell in parts.items():
-            outputs[each].append(of_cell[:1] * first + of_cell)
+            for measured in outputs:
+                bench.steps(f"{measured.label}: {run}{which}")
+                output = shared.run(batch_cells[measured], shown and repeat == 0)
+                batch_outputs[measured].append(output)
+        for measured, cell_outputs in batch_outputs.items():
+            outputs[measured].append(cell_outputs[:1] * first + cell_outputs)
     assert shared is not None  # a cell has at least one batch
     # Of each repeat, the run over all batches.
-    repeats = {each: list(zip(*batches, strict=True)) for each, batches in outputs.items()}
-    runs = {each: [merge(run) for run in cell_runs] for each, cell_runs in repeats.items()}
+    repeats = {measured: list(zip(*batches, strict=True)) for measured, batches in outputs.items()}
+    runs = {measured: [merge(run) for run in cell_runs] for measured, cell_runs in repeats.items()}
     if any(run.stats.compile_s for cell_runs in runs.values() for run in cell_runs[1:]):
         raise RuntimeError(f"{cell.label}: a timed run compiled, so its time is invalid")
     rows: dict[Cell, dict[str, Any]] = {}
-    for each, cell_runs in runs.items():  # the cell's are the last
-        match = _match(bench, each, cell_runs, runs[plain])
+    for measured, cell_runs in runs.items():  # the cell's are the last
+        match = _match(bench, measured, cell_runs, runs[plain])
         # The time per output token of every request.
-        timed = repeats[each][1:]
+        timed = repeats[measured][1:]
         latencies = [np.concatenate([_tpot(run) for run in batches]) for batches in timed]
-        requests = _requests(bench, each, cell_runs, match, latencies)
+        requests = _requests(bench, measured, cell_runs, match, latencies)
         row: dict[str, Any] = {"device": device_name(), "status": "ok", "error": ""}
         if read_gbs:
-            row |= _times(bench, each, cell_runs[1:], runs[plain][1:], latencies, read_gbs)
-        row |= _acceptance(bench, each, cell_runs[0], requests) | exactness.columns(match)
+            row |= _times(bench, measured, cell_runs[1:], runs[plain][1:], latencies, read_gbs)
+        row |= _acceptance(bench, measured, cell_runs[0], requests) | exactness.columns(match)
         row["noise_match"] = _equal_rows(runs[plain])
         row |= _resources(cell_runs, prefill_compile_s + bench.choosing_s)
-        rows[each] = complete(columns(each), row)
+        rows[measured] = complete(columns(measured), row)
     if cell.repeats and (cell.phases or folder):
         bench.steps(f"{cell.label}: tracing")
-    seconds, phases_error = _phases(shared, of_batch[cell], folder) if cell.repeats else ({}, "")
+    seconds, phases_error = _phases(shared, batch_cells[cell], folder) if cell.repeats else ({}, "")
     rows[cell] |= {f"{name}_s": s for name, s in seconds.items()} | {"phases_error": phases_error}
     rows[cell]["memory_mb"] = peak_memory() / 1e6
     stats = runs[cell][0].stats
@@ -102,8 +103,11 @@ def measure(
         "row": rows[cell],
         "plain_row": rows[plain],
         **{
-            name: [_run(*pair) for pair in zip(runs[each][1:], repeats[each][1:], strict=True)]
-            for name, each in (("runs", cell), ("plain_runs", plain))
+            name: [
+                _run(merged, batches)
+                for merged, batches in zip(runs[measured][1:], repeats[measured][1:], strict=True)
+            ]
+            for name, measured in (("runs", cell), ("plain_runs", plain))
         },
         **{name: list(getattr(stats, name)) for name in CURVES},
         "phases": seconds,
@@ -112,7 +116,7 @@ def measure(
     return metrics, requests
 
 
-def _with_own_seed(cell: Cell, number: int) -> Cell:
+def _with_batch_seed(cell: Cell, number: int) -> Cell:
     """Returns the cell of a batch: batches of a sampled cell draw different random numbers."""
     return dataclasses.replace(cell, seed=cell.seed + number) if cell.temperature else cell
 
@@ -247,7 +251,7 @@ def _times(
     if jax.default_backend() != "cpu":  # devices on a CPU share its memory
         read_gbs *= devices
     # Offloaded weights come over a link, and stages read theirs once for every micro-batch.
-    whole = not cell.offload and not (cell.devices and cell.devices.shape["stage"] > 1)
+    reads_memory = not cell.offload and not (cell.devices and cell.devices.shape["stage"] > 1)
     return {
         "decode_tok_s": rate,
         "decode_tok_s_user": rate / cell.batch,
@@ -262,7 +266,7 @@ def _times(
         "round_ms": 1e3 * _step_s(runs),
         "ar_gbs": ar_gbs,
         "read_gbs": read_gbs,
-        "bandwidth_share": ar_gbs / read_gbs if whole else None,
+        "bandwidth_share": ar_gbs / read_gbs if reads_memory else None,
     }
 
 

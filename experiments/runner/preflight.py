@@ -48,7 +48,7 @@ def model_problems(groups: Groups, record: bool = False) -> dict[grid.Cell, str]
     uses = {
         cell: [
             ("target", cell.target),
-            *((part.name, part.path) for part in cell.drafts if part.path),
+            *((draft.name, draft.path) for draft in cell.drafts if draft.path),
         ]
         for group in groups
         for cell in group
@@ -111,10 +111,16 @@ def _check_tokenizer(target: str) -> None:
 
 
 def _make_prompts(cell: grid.Cell) -> None:
-    size = cell.num_requests * cell.candidates, cell.context, cell.prompt_seed
-    source = cell.prompts, _source(cell.target).tokenizer, cell.prompt_path
     try:
-        prompts.make(*source, *size, chat_template=cell.chat_template)
+        prompts.make(
+            cell.prompts,
+            _source(cell.target).tokenizer,
+            cell.prompt_path,
+            cell.num_requests * cell.candidates,
+            cell.context,
+            cell.prompt_seed,
+            chat_template=cell.chat_template,
+        )
     except ValueError as error:  # its function counts prompts, a config rows
         fewer = "a smaller batch, requests or candidates"
         raise ValueError(str(error).replace("fewer prompts", fewer)) from error
@@ -166,8 +172,8 @@ def too_large(cells: Iterable[grid.Cell], available: float | None = None) -> dic
         rows *= ROWS * (cell.micro_batches or 1)
         try:
             # "auto" skips drafters that do not fit.
-            tried = grid.plain_of(cell) if cell.draft == "auto" else cell
-            request = validated_cell(tried, min(rows, cell.batch))
+            checked = grid.plain_of(cell) if cell.draft == "auto" else cell
+            request = validated_cell(checked, min(rows, cell.batch))
             assert request is not None
             if cell.slots:
                 plain = validated_cell(grid.plain_of(cell), min(rows, cell.batch))
@@ -200,8 +206,8 @@ def _check_engines(
     try:
         memory_check.check(row, config, available)
     except memory.OutOfMemoryError as error:
-        beside = "" if cell.is_plain else "beside the engine of plain decoding, "
-        raise memory.OutOfMemoryError(f"{beside}{error}") from error
+        context = "" if cell.is_plain else "beside the engine of plain decoding, "
+        raise memory.OutOfMemoryError(f"{context}{error}") from error
 
 
 def _engine_row(request: Request) -> Request:

@@ -40,7 +40,7 @@ def _map_chunks(function: Callable, *arrays: Array) -> Any:
     def join(x):
         return jnp.moveaxis(x, 0, 1).reshape(batch, count * chunk, *x.shape[3:])[:, :length]
 
-    results = jax.lax.map(lambda parts: function(*parts), tuple(map(split, arrays)))
+    results = jax.lax.map(lambda chunks: function(*chunks), tuple(map(split, arrays)))
     return jax.tree.map(join, results)
 
 
@@ -55,11 +55,11 @@ def attend_of(model: Any, sinks: int = 0, window: int | None = None):
     def attend(layer: int) -> LayerAttend:
         if model.recurrent[layer]:
             return Partial(_run_states)
-        own = model.windows[layer]
-        view = sinks, window
-        if own is not None:
-            view = 0, own - 1 if window is None else min(own - 1, window)
-        return attention(*view)
+        layer_window = model.windows[layer]
+        if layer_window is None:
+            return attention(sinks, window)
+        newest = layer_window - 1
+        return attention(0, newest if window is None else min(newest, window))
 
     return attend
 
@@ -116,9 +116,9 @@ def windowed_attention(pins: int, window: int | None) -> LayerAttend:
             # Finite, because the padding queries of the last chunk may see no position.
             scores = jnp.where(visible, capped(scores * q.shape[-1] ** -0.5, softcap), -1e30)
             if sinks is not None:
-                own = sinks.astype(scores.dtype).reshape(kv_heads, -1, 1, 1)
-                own = jnp.broadcast_to(own, (*scores.shape[:-1], 1))
-                scores = jnp.concatenate([scores, own], -1)
+                sink_scores = sinks.astype(scores.dtype).reshape(kv_heads, -1, 1, 1)
+                sink_scores = jnp.broadcast_to(sink_scores, (*scores.shape[:-1], 1))
+                scores = jnp.concatenate([scores, sink_scores], -1)
             weights = jax.nn.softmax(scores)[..., : len(position)].astype(v.dtype)
             return jnp.einsum("bkgts,bskd->btkgd", weights, values)
 
@@ -135,7 +135,7 @@ def _hidden(model, tokens, sinks=0, window=None):
 
 @jax.jit
 def _greedy(model, hidden):
-    return _map_chunks(lambda part: model.unembed(part).argmax(-1).astype(jnp.int32), hidden)
+    return _map_chunks(lambda chunk: model.unembed(chunk).argmax(-1).astype(jnp.int32), hidden)
 
 
 def greedy_tokens(
@@ -167,12 +167,12 @@ def last_hidden_states(
     cache = full_cache.empty(model, 1, padded.shape[1])
     if in_float32 and model.kv_bits is None:
         arrays = dict(k=cache.k, v=cache.v, states=cache.states)
-        wide = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
-        cache = dataclasses.replace(cache, **wide)
+        in_32_bits = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
+        cache = dataclasses.replace(cache, **in_32_bits)
     hiddens = []
     for start in range(0, padded.shape[1], CHUNK):
-        part = padded[:, start : start + CHUNK]
-        hidden, cache = _read_chunk(model, cache, part, in_float32=in_float32)
+        chunk = padded[:, start : start + CHUNK]
+        hidden, cache = _read_chunk(model, cache, chunk, in_float32=in_float32)
         hiddens.append(hidden[:, max(0, length - count - start) : length - start])
     return jnp.concatenate(hiddens, axis=1)
 
@@ -183,8 +183,8 @@ def _read_chunk(model, cache, tokens, *, in_float32):
     model, size = _float32(model) if in_float32 else model, tokens.shape[1]
     steps = jnp.arange(size)
     positions = cache.lengths[:, None] + steps
-    triangle, count = steps <= steps[:, None], jnp.full(1, size, jnp.int32)
-    attend = AttendTo(cache, triangle, None, chain=count, positions=positions)
+    causal_mask, count = steps <= steps[:, None], jnp.full(1, size, jnp.int32)
+    attend = AttendTo(cache, causal_mask, None, chain=count, positions=positions)
     hidden, scored, _ = model(tokens, positions, attend)
     new = tuple(pair for pair, _ in scored)
     start = cache.lengths[0] + full_cache.zero_after(hidden[0, -1].argmax())

@@ -113,13 +113,15 @@ class Bench:
         devices = cell.devices
         if devices and (devices.shape["stage"] > 1 or jax.process_count() > 1):
             stored_as = cell.storage if directory == cell.target else {}
-            form = stored_as.get("weights")
+            weight_format = stored_as.get("weights")
             packed = cell.activations == "int8"
-            model = abstract_model(self._source(directory), cell.dtype, weights=form, packed=packed)
+            model = abstract_model(
+                self._source(directory), cell.dtype, weights=weight_format, packed=packed
+            )
             needed = footprint.of_models(model, None, rows=1, capacity=0).weights
             size = offloading.device_memory() or offloading.free_host_memory() or math.inf
             fits = needed < MEMORY_SHARE * size
-            options = {"weights": form, "activations": cell.activations}
+            options = {"weights": weight_format, "activations": cell.activations}
             options |= {"kv_dtype": stored_as.get("kv_dtype")}
             return self.model(directory, cell.dtype, **options) if fits else None
         return self.target_of(cell) if directory == cell.target else self.draft(directory, cell)
@@ -190,8 +192,8 @@ class Bench:
         end_tokens = () if cell.prompts in TEXTS else self.target_of(cell).eos_token_ids
 
         def continue_plainly(rows: np.ndarray) -> np.ndarray:
-            parts = np.split(rows, len(rows) // cell.batch)
-            outputs = [self.run(plain_of(cell), part) for part in parts]
+            batches = np.split(rows, len(rows) // cell.batch)
+            outputs = [self.run(plain_of(cell), batch) for batch in batches]
             self.choosing_s += sum(output.stats.compile_s for output in outputs)
             return np.concatenate([output.tokens for output in outputs])
 
@@ -203,13 +205,22 @@ class Bench:
     def _candidates(self, cell: Cell) -> list[Prompt]:
         """Returns the prompts that a cell's are chosen from."""
         model = self.target_of(cell)
-        size = cell.num_requests * cell.candidates, cell.context, cell.prompt_seed
+        count = cell.num_requests * cell.candidates
 
         def make() -> list[Prompt]:
             if cell.prompts == RANDOM:
-                return prompts.random(model.config.vocab_size, *size)
-            source = cell.prompts, model.tokenizer, cell.prompt_path
-            return prompts.make(*source, *size, chat_template=cell.chat_template)
+                return prompts.random(
+                    model.config.vocab_size, count, cell.context, cell.prompt_seed
+                )
+            return prompts.make(
+                cell.prompts,
+                model.tokenizer,
+                cell.prompt_path,
+                count,
+                cell.context,
+                cell.prompt_seed,
+                chat_template=cell.chat_template,
+            )
 
         return self._once(("candidates", cell.target, *_prompt_settings(cell)), make)
 
@@ -290,7 +301,7 @@ class Runs:
         self._prefilled: PrefilledPrompts | None = None
         if self._requests:
             requests = list(self._requests.values())
-            drafters = [each.drafter for each in requests if each.drafter is not None]
+            drafters = [request.drafter for request in requests if request.drafter is not None]
             # The last request: plain decoding, the first, keeps no attention statistics.
             self._prefilled = PrefilledPrompts.create(requests[-1], drafters)
         self.compile_s = program_cache.totals()[1] - before
@@ -307,7 +318,7 @@ class Runs:
         for cell in cells:
             requests[cell] = prepare(*self.bench.call(cell, self.rows))
             memory.check(requests[cell])
-        capacities = {each.settings.capacity for each in requests.values()}
+        capacities = {request.settings.capacity for request in requests.values()}
         return requests if len(capacities) == 1 else {}
 
     def run(self, cell: Cell, streams: bool = False) -> Any:
@@ -350,7 +361,7 @@ def merge(outputs: Sequence[Any]) -> Any:
     totals = {name: sum(getattr(stats, name) for stats in all_stats) for name in names}
     by_request = tuple(row for stats in all_stats for row in stats.by_request)
     stats = dataclasses.replace(first.stats, **summed(by_request) | totals)
-    results = [each for output in outputs for each in output.results]
+    results = [result for output in outputs for result in output.results]
     tokens = np.concatenate([output.tokens for output in outputs])
     return dataclasses.replace(first, results=results, tokens=tokens, stats=stats)
 

@@ -74,25 +74,27 @@ def read_mapping(path: pathlib.Path) -> dict[str, Any]:
     return raw
 
 
-def validated[Settings: BaseModel](kind: type[Settings], raw: dict, source: str) -> Settings:
+def validated[Settings: BaseModel](
+    settings_class: type[Settings], raw: dict, source: str
+) -> Settings:
     """Returns validated settings; `source`, where they come from, starts the error message.
 
     Raises:
       ConfigError: every problem of `raw`, one line each.
     """
     try:
-        return kind.model_validate(raw)
+        return settings_class.model_validate(raw)
     except pydantic.ValidationError as error:
-        raise config_error(kind, error, source) from error
+        raise config_error(settings_class, error, source) from error
 
 
-def config_error(kind: type, error: pydantic.ValidationError, source: str) -> ConfigError:
+def config_error(settings_class: type, error: pydantic.ValidationError, source: str) -> ConfigError:
     """Returns the error of settings from `source`, with a line for each problem."""
-    lines = [_explain(kind, problem) for problem in error.errors()]
+    lines = [_explain(settings_class, problem) for problem in error.errors()]
     return ConfigError("\n".join([f"{source}:", *(f"  {line}" for line in lines)]))
 
 
-def _explain(kind: type, problem: Any) -> str:
+def _explain(settings_class: type, problem: Any) -> str:
     """Returns one line for one of pydantic's errors: key, value, and remedy."""
     location = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "invalid_key" or problem["loc"][-1:] == ("[key]",):
@@ -106,33 +108,37 @@ def _explain(kind: type, problem: Any) -> str:
         value = "" if compound else f"={problem['input']!r}"
         message = problem["msg"].removeprefix("Value error, ")
         if expected := EXPECTED.get(problem["type"]):
-            message = f"it must be {expected}{_example(kind, problem['loc'])}"
+            message = f"it must be {expected}{_example(settings_class, problem['loc'])}"
         return f"{location}{value}: {message}".removeprefix(": ")
-    name, known = str(problem["loc"][-1]), sorted(_fields_at(kind, problem["loc"][:-1]))
+    name, known = str(problem["loc"][-1]), sorted(_fields_at(settings_class, problem["loc"][:-1]))
     hint = did_you_mean(name, known)
     if not hint and "methods" in known:
-        methods = _fields_at(kind, ("methods",))
+        methods = _fields_at(settings_class, ("methods",))
         hint = did_you_mean(name, methods).replace("?", " of methods?")
     return f"{location}: no such key{hint} (keys: {', '.join(known)})"
 
 
-def _example(kind: type, location: tuple) -> str:
+def _example(settings_class: type, location: tuple) -> str:
     """Returns ", as in KEY: VALUE" if the setting at `location` declares an example, else ""."""
     names = [part for part in location if isinstance(part, str)]
     for name in names[:-1]:
-        kind = _settings_in(typing.get_type_hints(kind).get(name)) or kind
-    field = getattr(kind, "model_fields", {}).get(names[-1]) if names else None
+        settings_class = (
+            _settings_in(typing.get_type_hints(settings_class).get(name)) or settings_class
+        )
+    field = getattr(settings_class, "model_fields", {}).get(names[-1]) if names else None
     return f", as in {names[-1]}: {field.examples[0]}" if field and field.examples else ""
 
 
-def _fields_at(kind: type, location: tuple) -> list[str]:
-    """Returns the keys of the settings that `location` leads to from the settings `kind`."""
+def _fields_at(settings_class: type, location: tuple) -> list[str]:
+    """Returns the keys of the settings that `location` leads to from `settings_class`."""
     for part in location:
         if isinstance(part, str):
-            kind = _settings_in(typing.get_type_hints(kind)[part]) or kind
-    if dataclasses.is_dataclass(kind):
-        return [field.name for field in dataclasses.fields(kind)]
-    return [*kind.model_fields, *getattr(kind, "further_keys", ())]  # type: ignore[attr-defined]
+            settings_class = (
+                _settings_in(typing.get_type_hints(settings_class)[part]) or settings_class
+            )
+    if dataclasses.is_dataclass(settings_class):
+        return [field.name for field in dataclasses.fields(settings_class)]
+    return [*settings_class.model_fields, *getattr(settings_class, "further_keys", ())]  # type: ignore[attr-defined]
 
 
 def _settings_in(annotation: Any) -> Any:

@@ -67,7 +67,7 @@ class Cell(_Settings):
     @property
     def drafts(self) -> list[spec.Spec]:
         """The drafters, several of an ensemble, a cascade or of those that "auto" tries."""
-        return [one for parsed in self.parsed for one in parsed.parts]
+        return [draft for parsed in self.parsed for draft in parsed.parts]
 
     @property
     def draft(self) -> str:
@@ -83,16 +83,15 @@ class Cell(_Settings):
         """The options of its only drafter, by name; the policy's are one text."""
         if self.draft in (PLAIN["drafter"], AUTO, "ensemble", "cascade"):
             return {}
-        (part,) = self.drafts
+        (draft,) = self.drafts
         values = spec.values_of(self.speculation[0])
-        own = {name: values.pop(name) for name in part.policy_values}
-        written = " ".join(f"{name}={value}" for name, value in own.items())
-        return values | ({"policy_options": written} if own else {})
+        policy_options = " ".join(f"{name}={values.pop(name)}" for name in draft.policy_values)
+        return values | ({"policy_options": policy_options} if policy_options else {})
 
     @property
     def models(self) -> tuple[str, ...]:
         """The directories of draft models."""
-        return tuple(dict.fromkeys(part.path for part in self.drafts if part.path))
+        return tuple(dict.fromkeys(draft.path for draft in self.drafts if draft.path))
 
     @property
     def model(self) -> str:
@@ -182,7 +181,7 @@ def groups(experiment: Experiment) -> list[list[Cell]]:
       ConfigError: wrong axes, duplicate cells, or an `exclude` that names an unknown setting,
         matches no cell, or leaves none.
     """
-    grouped = [_group(one) for one in axes.expand(experiment)]
+    grouped = [_group(expanded) for expanded in axes.expand(experiment)]
     cells = [cell for group in grouped for cell in group]
     _check_keys(cells)
     excluded = {cell for where in experiment.exclude for cell in _excluded(where, cells)}
@@ -331,8 +330,8 @@ def make_drafter(cell: Cell, load: Callable[..., Any]) -> tuple[Any, Any]:
     if cell.is_plain:
         return None, None
     if cell.drafter == AUTO:
-        tried = [spec.make_drafter(parsed, load) for parsed in cell.parsed]
-        return method.make_auto(tried, cell.profile, cell.trees), None
+        candidates = [spec.make_drafter(parsed, load) for parsed in cell.parsed]
+        return method.make_auto(candidates, cell.profile, cell.trees), None
     return method.resolve(cell.parsed[0], cell.trees, load)
 
 
@@ -369,8 +368,8 @@ def fingerprint(source: str) -> str:
 
 def drafters_fingerprint(cell: Cell) -> str:
     """Returns a hash of the files that define a cell's drafters and policies."""
-    drafters = [spec.make_one(part, method.named) for part in cell.drafts]
+    drafters = [spec.make_one(draft, method.named) for draft in cell.drafts]
     policies = [getattr(drafter, "policy", None) for drafter in drafters]
-    defined = [*drafters, *(each for each in policies if isinstance(each, magicjax.Policy))]
-    files = {inspect.getfile(type(each)) for each in defined}
+    policies = [policy for policy in policies if isinstance(policy, magicjax.Policy)]
+    files = {inspect.getfile(type(defined)) for defined in (*drafters, *policies)}
     return hash_files(map(pathlib.Path, sorted(files))) if files else ""

@@ -73,10 +73,13 @@ class Method(Strict):
         """Moves the keys that are no fields to `options`."""
         if not isinstance(raw, dict) or not all(isinstance(key, str) for key in raw):
             return raw
-        own = {name: value for name, value in raw.items() if name not in cls.model_fields}
-        listed = {n: value if isinstance(value, list) else [value] for n, value in own.items()}
-        known = {name: value for name, value in raw.items() if name in cls.model_fields}
-        return known | {"options": raw.get("options", {}) | listed}
+        fields = {name: value for name, value in raw.items() if name in cls.model_fields}
+        options = {
+            name: value if isinstance(value, list) else [value]
+            for name, value in raw.items()
+            if name not in cls.model_fields
+        }
+        return fields | {"options": raw.get("options", {}) | options}
 
     @model_validator(mode="after")
     def _check(self) -> "Method":
@@ -105,9 +108,9 @@ class Method(Strict):
         if self.options:
             names = ", ".join(self.options)
             raise ValueError(f"{names} has no effect with drafter=auto: write it in drafters")
-        tried = [spec.make_drafter(text, named) for text in self.drafters]
+        candidates = [spec.make_drafter(text, named) for text in self.drafters]
         for tree in self._trees:
-            make_auto(tried, self.profile, tree)
+            make_auto(candidates, self.profile, tree)
 
     def needing(self, setting: str) -> list[str]:
         """Returns the keys that have no effect without a setting of the experiment."""
@@ -169,16 +172,17 @@ def _with_options(parsed: spec.Drafters, options: dict[str, Any]) -> magicjax.Dr
             f"{', '.join(chosen)} could belong to any member of {parsed.text!r}: write it in the "
             "text of one"
         )
-    (one,) = parsed.parts
-    known = spec.known_options(one, chosen.get("policy"))
+    (draft,) = parsed.parts
+    known = spec.known_options(draft, chosen.get("policy"))
     for name in chosen:
         if name not in known:
-            own = [key for key in Method.model_fields if key not in {*known, "options"}]
+            keys = [key for key in Method.model_fields if key not in {*known, "options"}]
+            hint = did_you_mean(name, [*keys, *known])
             raise ValueError(
-                f"{name}: no such key with drafter={one.text}{did_you_mean(name, [*own, *known])} "
-                f"(keys: {', '.join(own)}, {names_by_owner(known.values())})"
+                f"{name}: no such key with drafter={draft.text}{hint} "
+                f"(keys: {', '.join(keys)}, {names_by_owner(known.values())})"
             )
-    return spec.make_one(spec.with_options(one, chosen), named)
+    return spec.make_one(spec.with_options(draft, chosen), named)
 
 
 def named(path: str, **options: Any) -> magicjax.Model:
@@ -202,9 +206,11 @@ def resolve(drafter: Any, trees: spec.Trees, load: Callable) -> tuple[Any, Any]:
     return drafter, tree
 
 
-def make_auto(tried: Iterable[magicjax.Drafter], profile: str, trees: spec.Trees) -> magicjax.Auto:
+def make_auto(
+    candidates: Iterable[magicjax.Drafter], profile: str, trees: spec.Trees
+) -> magicjax.Auto:
     """Returns the choice among drafters, with the tree of the trials."""
-    return magicjax.Auto([*tried] or None, magicjax.parse_tree(trees.text), profile or None)
+    return magicjax.Auto([*candidates] or None, magicjax.parse_tree(trees.text), profile or None)
 
 
 def short_name(drafter: spec.Drafters) -> str:

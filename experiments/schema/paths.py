@@ -26,23 +26,23 @@ def from_working_directory(
     changed, nested = dict(raw), (*names, "model")  # `exclude` names models
     for name, value in raw.items():
         if name in names:
-            changed[name] = _each(value, lambda path: _path(path, folder))
+            changed[name] = _map_values(value, lambda path: _path(path, folder))
         elif name in DRAFTERS:
-            changed[name] = _each(value, lambda text: _drafter(text, folder))
+            changed[name] = _map_values(value, lambda text: _drafter(text, folder))
         elif name in ("grid", "zip", "methods", "exclude"):
-            changed[name] = _each(
-                value, lambda part: from_working_directory(part, folder, nested), dict
+            changed[name] = _map_values(
+                value, lambda settings: from_working_directory(settings, folder, nested), dict
             )
     if isinstance(raw.get("results"), str):  # a folder that need not exist
         changed["results"] = os.path.normpath(folder / raw["results"])
     return changed
 
 
-def _each(value: Any, change: Any, kind: type = str) -> Any:
+def _map_values(value: Any, change: Any, value_type: type = str) -> Any:
     """Returns a value, or each value of a list, changed if it is of the given type."""
     if isinstance(value, list):
-        return [_each(one, change, kind) for one in value]
-    return change(value) if isinstance(value, kind) else value
+        return [_map_values(item, change, value_type) for item in value]
+    return change(value) if isinstance(value, value_type) else value
 
 
 def _path(path: str, folder: pathlib.Path) -> str:

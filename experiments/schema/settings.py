@@ -52,16 +52,16 @@ def setting(
 
 
 @functools.cache
-def declared(kind: type[BaseModel]) -> dict[str, Setting]:
+def declared(settings_class: type[BaseModel]) -> dict[str, Setting]:
     """Returns the settings that a model declares, by name, in order."""
-    fields = kind.model_fields.items()
+    fields = settings_class.model_fields.items()
     return {n: field.json_schema_extra["setting"] for n, field in fields if field.json_schema_extra}  # type: ignore[index,misc]
 
 
-def columns_of(kind: type[BaseModel]) -> dict[str, str]:
+def columns_of(settings_class: type[BaseModel]) -> dict[str, str]:
     """Returns the settings of a model that are columns of summary.csv: {setting: column}."""
     return {
         name: name if known.column is None else known.column
-        for name, known in declared(kind).items()
+        for name, known in declared(settings_class).items()
         if known.column != ""
     }

@@ -83,8 +83,10 @@ def sizes(name: str) -> cost_model.Sizes:
 def _round_cost(row: dict[str, Any], drafter: str) -> cost_model.RoundCost:
     draft = cost_model.Draft(sizes(row["model"] if drafter == "self" else drafter), row["budget"])
     machine = cost_model.Machine(cost_model.find_device(row["device"]), model=row["n_devices"])
-    shape = row["batch"], row["context"], row["gamma"] + 1, row["gamma"]
-    return cost_model.round_cost(sizes(row["model"]), draft, machine, *shape)
+    batch, context, gamma = row["batch"], row["context"], row["gamma"]
+    return cost_model.round_cost(
+        sizes(row["model"]), draft, machine, batch, context, gamma + 1, gamma
+    )
 
 
 def table6() -> list[Compared]:
@@ -193,8 +195,10 @@ def claim() -> tuple[np.ndarray, float | None]:
     for i, context in enumerate(CLAIM_CONTEXTS):
         tokens = expected_tokens(chain(CLAIM_GAMMA), rate_at(context))
         for j, batch in enumerate(CLAIM_BATCHES):
-            shape = batch, context, CLAIM_GAMMA + 1, CLAIM_GAMMA
-            speedups[i, j] = cost_model.round_cost(target, draft, machine, *shape).speedup(tokens)
+            cost = cost_model.round_cost(
+                target, draft, machine, batch, context, CLAIM_GAMMA + 1, CLAIM_GAMMA
+            )
+            speedups[i, j] = cost.speedup(tokens)
     candidate = Candidate(DRAFT, draft, ((1.0,),))
     ends = CLAIM_BATCHES[0], CLAIM_BATCHES[-1]
     return speedups, inflection(target, candidate, machine, CLAIM_GAMMA, ends)

@@ -89,12 +89,12 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         rates = []
         for number, window in enumerate(windows):
             p, q = (
-                teacher.logits(each, window[None])[:, WINDOW // 2 :] for each in (target, draft)
+                teacher.logits(model, window[None])[:, WINDOW // 2 :] for model in (target, draft)
             )
             sampling = sampling_of(options.temperature, number)
             rates.append(window_rates(sampling, p, q, options.tries))
         for kind in KINDS:
-            shares = np.stack([each[kind] for each in rates])
+            shares = np.stack([rate[kind] for rate in rates])
             errors = shares.std(0, ddof=1) / np.sqrt(len(shares))
             row: dict[str, Any] = {"draft": pathlib.PurePath(path).name, "decoding": kind}
             for k, (share, error) in enumerate(zip(shares.mean(0), errors), 1):

@@ -232,7 +232,7 @@ def measure(
         jax.device_get(loss.measured(module, params, row[None], frozen))
         for row in rows[:MEASURED_ROWS]
     ]
-    return {name: np.mean([each[name] for each in batches], 0).tolist() for name in batches[0]}
+    return {name: np.mean([batch[name] for batch in batches], 0).tolist() for name in batches[0]}
 
 
 def save(

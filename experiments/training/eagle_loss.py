@@ -71,15 +71,15 @@ class HeadLoss:
         """
         weights = [self.decay**step for step in range(self.steps)]
         total: Any = 0.0
-        for weight, (logits, wanted, known) in zip(
+        for weight, (logits, target_logits, is_known) in zip(
             weights, self._steps(head, params, windows, frozen), strict=True
         ):
-            p = jax.nn.softmax(wanted)
+            p = jax.nn.softmax(target_logits)
             if self.kind == "overlap":
                 loss = 1 - jnp.minimum(p, jax.nn.softmax(logits)).sum(-1)
             else:
                 loss = -(p * jax.nn.log_softmax(logits)).sum(-1)
-            total += weight * (loss * known).sum() / jnp.maximum(known.sum(), 1)
+            total += weight * (loss * is_known).sum() / jnp.maximum(is_known.sum(), 1)
         return total / sum(weights)
 
     @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -94,13 +94,14 @@ class HeadLoss:
         hidden = recording.unpacked(windows, len(recorded_layers(head.config)))[1][:, :, -1]
         logits = self.embedder.apply(frozen["embedder"], hidden, method="unembed")
         best, total = frozen["vocab_map"][logits.argmax(-1)], jax.nn.logsumexp(logits, -1)
-        whole = dataclasses.replace(self, windows=False)
-        steps = enumerate(whole._steps(head, params, windows, frozen), 1)
-        for first, (own, of_target, _) in steps:
-            at = slice(first, first + own.shape[1])
-            p, q = jnp.exp(of_target - total[:, at, None]), jax.nn.softmax(own)
+        without_windows = dataclasses.replace(self, windows=False)
+        steps = enumerate(without_windows._steps(head, params, windows, frozen), 1)
+        for first, (head_logits, target_logits, _) in steps:
+            at = slice(first, first + head_logits.shape[1])
+            p = jnp.exp(target_logits - total[:, at, None])
+            q = jax.nn.softmax(head_logits)
             is_text = slice(self.beginning, None)
-            same.append((own.argmax(-1) == best[:, at])[:, is_text].mean())
+            same.append((head_logits.argmax(-1) == best[:, at])[:, is_text].mean())
             overlap.append(jnp.minimum(p, q).sum(-1)[:, is_text].mean())
         return {"same token": jnp.stack(same), "overlap": jnp.stack(overlap)}
 
@@ -124,10 +125,10 @@ class HeadLoss:
             read = tokens[:, first : first + count]
             x = self.embedder.apply(frozen["embedder"], read, positions, method="embed")
             feature, _ = apply(x.astype(feature.dtype), feature, positions, attend, method="decode")
-            following = is_known[:, first + 1 : first + 1 + count]
-            own = apply(feature, method="draft_logits")
-            width = following.shape[1]  # the text ends one token before the last step
-            yield own[:, :width], logits[:, first : first + width], following
+            next_is_known = is_known[:, first + 1 : first + 1 + count]
+            head_logits = apply(feature, method="draft_logits")
+            width = next_is_known.shape[1]  # the text ends one token before the last step
+            yield head_logits[:, :width], logits[:, first : first + width], next_is_known
 
     def _visible(self, tokens):
         """Returns how many of the newest positions the queries of each row see, int32 [B]."""
@@ -156,23 +157,26 @@ class _Attend:
         outs = []
         for start in range(0, q.shape[1], QUERY_CHUNK):
             end = min(start + QUERY_CHUNK, q.shape[1])
-            whole = self.keys[0][:, :end], self.values[0][:, :end]
-            own = [(k[:, start:end], v[:, start:end]) for k, v in zip(self.keys, self.values)][1:]
-            outs.append(_chunk(q[:, start:end], *whole, own, self.visible, start))
+            k, v = self.keys[0][:, :end], self.values[0][:, :end]
+            chain_kv = [
+                (keys[:, start:end], values[:, start:end])
+                for keys, values in zip(self.keys[1:], self.values[1:])
+            ]
+            outs.append(_chunk(q[:, start:end], k, v, chain_kv, self.visible, start))
         return jnp.concatenate(outs, 1), None
 
 
 @functools.partial(jax.checkpoint, static_argnums=5)
-def _chunk(q, k, v, own, visible, start):
+def _chunk(q, k, v, chain_kv, visible, start):
     scores = jnp.einsum("bthd,bshd->bhts", q, k)
     distance = start + jnp.arange(q.shape[1])[:, None] - jnp.arange(k.shape[1])
     mask = (distance >= 0) & (distance < visible[:, None, None])
     scores = jnp.where(mask[:, None], scores, models.layers.NEVER)
-    chain = [jnp.einsum("bthd,bthd->bht", q, k)[..., None] for k, _ in own]
+    chain = [jnp.einsum("bthd,bthd->bht", q, k)[..., None] for k, _ in chain_kv]
     p = jax.nn.softmax(jnp.concatenate([scores, *chain], -1) * q.shape[-1] ** -0.5)
     out = jnp.einsum("bhts,bshd->bthd", p[..., : k.shape[1]], v)
-    for step, (_, own_v) in enumerate(own):
-        out += p[..., k.shape[1] + step].swapaxes(1, 2)[..., None] * own_v
+    for step, (_, chain_v) in enumerate(chain_kv):
+        out += p[..., k.shape[1] + step].swapaxes(1, 2)[..., None] * chain_v
     return out
 
 

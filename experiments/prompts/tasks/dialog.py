@@ -118,21 +118,22 @@ def _after_turns(
     The conversation is a quotation, the first of the examples, as many as fit, and the record's
     turns up to the question.
     """
-    own = [*_answered(record, turn), record.turns[turn]]
+    record_turns = [*_answered(record, turn), record.turns[turn]]
 
-    def parts(count: int) -> tuple[list[list[int]], list[list[int]]]:
+    def encode_messages(count: int) -> tuple[list[list[int]], list[list[int]]]:
         """Returns (messages except the quotation, what surrounds all), with `count` examples."""
-        earlier = [text for other in examples[:count] for text in _answered(other)]
-        messages = [_encode(tokenizer, text) for text in (QUOTE, *earlier, *own)]
+        earlier = [text for example in examples[:count] for text in _answered(example)]
+        messages = [_encode(tokenizer, text) for text in (QUOTE, *earlier, *record_turns)]
         return messages, [*around_messages(tokenizer, template, len(messages) + 1)]
 
     def needed(count: int) -> int:
-        return QUOTED + sum(len(part) for some in parts(count) for part in some)
+        messages, around = encode_messages(count)
+        return QUOTED + sum(map(len, messages)) + sum(map(len, around))
 
     fitting = bisect.bisect_right(range(len(examples) + 1), context, key=needed) - 1
     if fitting < 0:
         return needed(0), math.inf, None
-    (quote, *messages), around = parts(fitting)
+    (quote, *messages), around = encode_messages(fitting)
     length = context - needed(fitting) + QUOTED
     messages = [quote, docs.excerpt(tokenizer, length, rng), *messages]
     tokens = join(*itertools.chain(*zip(around, messages)), around[-1])

@@ -170,20 +170,23 @@ def _format(file: pathlib.Path, number: int, record: Fields) -> RecordFormat:
     )
 
 
-def _record(form: RecordFormat, file: pathlib.Path, number: int, record: Fields) -> Record:
-    for name, kind in form.fields.items():
-        if kind is str:
+def _record(record_format: RecordFormat, file: pathlib.Path, number: int, record: Fields) -> Record:
+    for name, field_type in record_format.fields.items():
+        if field_type is str:
             sources.field(record, name, file, number)
-        elif not isinstance(record.get(name), kind):
+        elif not isinstance(record.get(name), field_type):
             raise ValueError(
-                f"{file}:{number}: {name}={record.get(name)!r}: {form.name} has {kind} here"
+                f"{file}:{number}: {name}={record.get(name)!r}: {record_format.name} has "
+                f"{field_type} here"
             )
     record = record | {"task": file.stem}
     try:
-        turns, replies = form.turns(record), form.replies(record)
-        answer = form.answer(record)
+        turns, replies = record_format.turns(record), record_format.replies(record)
+        answer = record_format.answer(record)
     except (ValueError, IndexError, TypeError) as error:
-        raise ValueError(f"{file}:{number}: not a record of {form.name}: {error!r}") from error
+        raise ValueError(
+            f"{file}:{number}: not a record of {record_format.name}: {error!r}"
+        ) from error
     for text in (*turns, *replies):
         if not isinstance(text, str) or not text.strip():
             raise ValueError(f"{file}:{number}: {text!r} must be a text that is not empty")
@@ -191,6 +194,12 @@ def _record(form: RecordFormat, file: pathlib.Path, number: int, record: Fields)
         raise ValueError(
             f"{file}:{number} has no question: fetch the texts of SPEED-Bench with its own script"
         )
-    final, category = form.final(record), form.category(record)
-    source, context = f"{file.name}:{number}", form.context(record)
-    return Record(tuple(turns), tuple(replies), context, tuple(answer), final, category, source)
+    return Record(
+        turns=tuple(turns),
+        replies=tuple(replies),
+        context=record_format.context(record),
+        answer=tuple(answer),
+        final=record_format.final(record),
+        category=record_format.category(record),
+        source=f"{file.name}:{number}",
+    )

@@ -40,23 +40,23 @@ def measure(bench: Bench, cell: Cell) -> tuple[dict[str, Any], list[dict[str, An
       RuntimeError: a timed run compiled.
     """
     workload, plain = make_workload(bench, cell), plain_of(cell)
-    engines = {each: _engine(bench, each) for each in dict.fromkeys((plain, cell))}
+    engines = {served: _engine(bench, served) for served in dict.fromkeys((plain, cell))}
     compiled = program_cache.totals()
-    served: dict[Cell, list[ServingRun]] = {each: [] for each in engines}
+    runs_by_cell: dict[Cell, list[ServingRun]] = {served: [] for served in engines}
     for repeat in range(max(1, cell.repeats)):
-        for each, engine in engines.items():
-            bench.steps(f"{each.label}: run {repeat + 1} of {max(1, cell.repeats)}")
+        for served, engine in engines.items():
+            bench.steps(f"{served.label}: run {repeat + 1} of {max(1, cell.repeats)}")
             engine.forget_texts()  # those of the run before are the same
-            served[each].append(serve(engine, workload))
+            runs_by_cell[served].append(serve(engine, workload))
     if program_cache.totals() != compiled:
         raise RuntimeError(f"{cell.label}: a timed run compiled, so its time is invalid")
     rows: dict[Cell, dict[str, Any]] = {}
-    for each, runs in served.items():  # the cell's are the last
-        match = _match(bench, each, workload, runs, served[plain][0])
+    for served, runs in runs_by_cell.items():  # the cell's are the last
+        match = _match(bench, served, workload, runs, runs_by_cell[plain][0])
         row: dict[str, Any] = {"device": device_name(), "status": "ok", "error": ""}
-        row |= _times(each, runs, served[plain]) if cell.repeats else {}
-        row |= _acceptance(each, runs) | exactness.columns(match)
-        rows[each] = complete(columns(each), row)
+        row |= _times(served, runs, runs_by_cell[plain]) if cell.repeats else {}
+        row |= _acceptance(served, runs) | exactness.columns(match)
+        rows[served] = complete(columns(served), row)
     rounds = runs[0].rounds_by_arm
     if cell.adaptive:
         rows[cell]["rounds_by_arm"] = ", ".join(f"{n} {mode}" for mode, n in rounds.items())
@@ -65,7 +65,7 @@ def measure(bench: Bench, cell: Cell) -> tuple[dict[str, Any], list[dict[str, An
         "row": rows[cell],
         "plain_row": rows[plain],
         "runs": [*map(_run, runs)],
-        "plain_runs": [*map(_run, served[plain])],
+        "plain_runs": [*map(_run, runs_by_cell[plain])],
         **_curves(cell, runs),
         "rounds_by_arm": {str(mode): n for mode, n in rounds.items()},
         "divergences": [str(d) for d in match.divergences] if match else [],
@@ -80,7 +80,7 @@ def make_workload(bench: Bench, cell: Cell) -> Workload:
     limits = zipf(rng, cell.min_new_tokens or cell.new_tokens, cell.new_tokens, count)
     params = [dataclasses.replace(cell.params, max_tokens=limit) for limit in limits]
     if cell.temperature:  # each request has a seed of its own
-        params = [dataclasses.replace(one, seed=cell.seed + i) for i, one in enumerate(params)]
+        params = [dataclasses.replace(row, seed=cell.seed + i) for i, row in enumerate(params)]
     return Workload(
         [row[-n:] for row, n in zip(bench.prompts(cell), lengths, strict=True)],
         params,
@@ -116,8 +116,8 @@ def _times(
         return statistics.median(_tokens(run) / run.seconds for run in runs)
 
     def goodput(runs: Sequence[ServingRun]) -> float:
-        limits = cell.ttft_limit_s, cell.tpot_limit_ms / 1e3
-        return statistics.median(run.goodput(*limits) for run in runs)
+        tpot_limit_s = cell.tpot_limit_ms / 1e3
+        return statistics.median(run.goodput(cell.ttft_limit_s, tpot_limit_s) for run in runs)
 
     ttft, tpot, e2e = (
         percentiles(value for run in runs for value in getattr(run, name))
@@ -159,7 +159,7 @@ def _acceptance(cell: Cell, runs: Sequence[ServingRun]) -> dict[str, float | Non
     has_rate = not cell.is_plain and not cell.adaptive
     return {
         "tau": counts.tau,
-        "tau_by_request": tau_by_request(one for run in runs for one in run.stats),
+        "tau_by_request": tau_by_request(request for run in runs for request in run.stats),
         "block_efficiency": counts.block_efficiency,
         "acceptance_rate": counts.acceptance_rate if has_rate else None,
         "target_passes": counts.target_passes / len(runs),
@@ -174,7 +174,7 @@ def _curves(cell: Cell, runs: Sequence[ServingRun]) -> dict[str, Sequence[float]
 
 def _counts(runs: Sequence[ServingRun]) -> Counts:
     """Returns the counts of all requests of all runs."""
-    return sum((one for run in runs for one in run.stats), Counts())
+    return sum((request for run in runs for request in run.stats), Counts())
 
 
 def _match(

@@ -47,16 +47,18 @@ class ServingRun:
     @property
     def tpot_s(self) -> list[float | None]:
         """Time per output token after the first ones that arrived; None if no others did."""
-        return [one.tpot_s for one in self.stats]
+        return [request.tpot_s for request in self.stats]
 
     def goodput(self, ttft_s: float, tpot_s: float) -> float:
         """Returns the requests per second that meet both limits.
 
         A request without a time per output token meets any limit of it.
         """
-        pairs = zip(self.ttft_s, self.tpot_s, strict=True)
-        met = [first <= ttft_s and (each or 0.0) <= tpot_s for first, each in pairs]
-        return sum(met) / self.seconds
+        met = sum(
+            ttft <= ttft_s and (tpot or 0.0) <= tpot_s
+            for ttft, tpot in zip(self.ttft_s, self.tpot_s, strict=True)
+        )
+        return met / self.seconds
 
 
 def percentiles(values: Iterable[float | None]) -> dict[int, float]:
@@ -115,15 +117,21 @@ def serve(engine: magicjax.Engine, workload: Workload) -> ServingRun:
         engine.step()
         unfinished = {i: handle for i, handle in unfinished.items() if not handle.finished}
     results = [handle.result() for handle in handles]
-    late = [  # from the arrival, which can be during a step, to `submit`
+    submit_delays = [  # from the arrival, which can be during a step, to `submit`
         handle.submitted_at - start - arrival
         for handle, arrival in zip(handles, workload.arrivals, strict=True)
     ]
     return ServingRun(
         [result.tokens for result in results],
         time.monotonic() - start,
-        [(result.stats.ttft_s or 0.0) + wait for result, wait in zip(results, late, strict=True)],
-        [result.stats.total_s + wait for result, wait in zip(results, late, strict=True)],
+        [
+            (result.stats.ttft_s or 0.0) + delay
+            for result, delay in zip(results, submit_delays, strict=True)
+        ],
+        [
+            result.stats.total_s + delay
+            for result, delay in zip(results, submit_delays, strict=True)
+        ],
         engine.stats.prefill_s - before.prefill_s,
         tuple(result.stats for result in results),
         {a: n - before.rounds_by_arm[a] for a, n in engine.stats.rounds_by_arm.items()},
