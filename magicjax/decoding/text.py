@@ -22,7 +22,7 @@ ErrorKind = Literal["", "grammar", "nan"]
 
 
 class TextError(ValueError, RuntimeError):
-    """A text cannot go on: its grammar exceeds its limits, or the target's logits are NaN."""
+    """A text cannot continue: its grammar exceeds its limits, or the target's logits are NaN."""
 
 
 @dataclasses.dataclass(frozen=True)
