@@ -121,17 +121,17 @@ def make(
             f"{len(leading_tokens(tokenizer))} special tokens before a text"
         )
     if kind in (STDLIB, FILES):
-        made = excerpts.from_stream(kind, tokenizer, path, count, context, seed)
+        prompts = excerpts.from_stream(kind, tokenizer, path, count, context, seed)
     elif kind == PG19:
-        made = excerpts.from_books(tokenizer, path, count, context, seed)
+        prompts = excerpts.from_books(tokenizer, path, count, context, seed)
     elif kind == LONGBENCH:
-        made = longbench.make(tokenizer, path, count, context, seed, chat_template)
+        prompts = longbench.make(tokenizer, path, count, context, seed, chat_template)
     elif kind in (CHAT, DATASET):
-        made = dialog.make(kind, tokenizer, path, count, context, seed, chat_template)
+        prompts = dialog.make(kind, tokenizer, path, count, context, seed, chat_template)
     else:
-        made = ruler.make(kind, tokenizer, path, count, context, seed, chat_template)
-    _check_distinct(kind, [prompt.tokens for prompt in made])
-    return made
+        prompts = ruler.make(kind, tokenizer, path, count, context, seed, chat_template)
+    _check_distinct(kind, [prompt.tokens for prompt in prompts])
+    return prompts
 
 
 def random(vocab_size: int, count: int, context: int, seed: int = 0) -> list[Prompt]:

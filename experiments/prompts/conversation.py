@@ -22,13 +22,13 @@ def uses_template(tokenizer: Any, asked: bool | None) -> bool:
     Raises:
       ValueError: `asked` is True, and the tokenizer has no chat template.
     """
-    known = bool(getattr(tokenizer, "chat_template", None))
-    if asked and not known:
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    if asked and not has_template:
         raise ValueError(
             "chat_template=yes, but the target's tokenizer has no chat template: use an "
             "instruction-tuned target, or remove chat_template"
         )
-    return known if asked is None else asked
+    return has_template if asked is None else asked
 
 
 def around_task(tokenizer: Any, template: bool | None, context: int) -> tuple[list[int], list[int]]:

@@ -46,19 +46,19 @@ def from_books(tokenizer: Any, path: str, count: int, context: int, seed: int) -
     leading = leading_tokens(tokenizer)
     length = context - len(leading)
     lengths: list[int] = []
-    parts: dict[str, list[Prompt]] = {}  # by text: a repeated book counts once
+    excerpts: dict[str, list[Prompt]] = {}  # by text: a repeated book counts once
     books = (book for file in sources.files(sources.PG19, path) for book in sources.texts(file))
     for number, (source, text) in enumerate(books):
         tokens = encode_cached(tokenizer, text)
         lengths.append(len(tokens))
-        if length <= len(tokens) and text not in parts:
+        if length <= len(tokens) and text not in excerpts:
             rows = _divide(tokens, length, np.random.default_rng([seed, number]))
-            parts[text] = [Prompt(join(leading, row), source=source) for row in rows]
-        if len(parts) == count:
+            excerpts[text] = [Prompt(join(leading, row), source=source) for row in rows]
+        if len(excerpts) == count:
             break
-    interleaved = itertools.chain.from_iterable(itertools.zip_longest(*parts.values()))
-    made = list(itertools.islice(filter(None, interleaved), count))
-    if len(made) < count:
+    interleaved = itertools.chain.from_iterable(itertools.zip_longest(*excerpts.values()))
+    prompts = list(itertools.islice(filter(None, interleaved), count))
+    if len(prompts) < count:
         # The largest length n for which the books have enough excerpts, tokens // n each.
         limit = bisect.bisect_left(
             range(1, max(lengths, default=0) + 2),
@@ -67,10 +67,10 @@ def from_books(tokenizer: Any, path: str, count: int, context: int, seed: int) -
         )
         remedy = f"choose a context of at most {limit + len(leading)}, or " if limit else ""
         raise ValueError(
-            f"the {len(lengths)} books in {path} have {len(made)} of the {count} prompts of "
+            f"the {len(lengths)} books in {path} have {len(prompts)} of the {count} prompts of "
             f"context={context}: {remedy}give more books"
         )
-    return made
+    return prompts
 
 
 def stdlib_stream(tokenizer: Any) -> Int[np.ndarray, " n"]:
@@ -159,8 +159,8 @@ def least_repetitive(
     """
     if len(candidates) == count:
         return np.arange(count)
-    parts = [continue_(part) for part in np.split(candidates, len(candidates) // count)]
-    ranks = [_rank(row, end_tokens) for part in parts for row in part]
+    batches = np.split(candidates, len(candidates) // count)
+    ranks = [_rank(row, end_tokens) for batch in batches for row in continue_(batch)]
     return np.sort(sorted(range(len(ranks)), key=ranks.__getitem__)[:count])
 
 

@@ -83,10 +83,10 @@ def _watch(
     while process.poll() is None and not stopped():
         if limits.minutes and time.monotonic() - started > 60 * limits.minutes:
             return "timeout", f"killed after timeout_minutes={limits.minutes:g}"
-        used = _memory(watched) / 1e9
-        if limits.memory_gb and used > limits.memory_gb:
+        used_gb = _memory(watched) / 1e9
+        if limits.memory_gb and used_gb > limits.memory_gb:
             limit = f"memory_limit_gb={limits.memory_gb:g}"
-            return "memory", f"out of memory: the process used {used:.2f} GB, more than {limit}"
+            return "memory", f"out of memory: the process used {used_gb:.2f} GB, more than {limit}"
         try:
             process.wait(POLL_S)
         except subprocess.TimeoutExpired:

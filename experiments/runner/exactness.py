@@ -48,10 +48,10 @@ class Divergence:
         return self.margin < self.bound
 
     def __str__(self) -> str:
-        kind = "tie decided by rounding" if self.is_tie else "WRONG"
+        verdict = "tie decided by rounding" if self.is_tie else "WRONG"
         return (
             f"row {self.row}, new token {self.position}: {self.actual} instead of {self.expected}, "
-            f"margin {self.margin:.1e} of the largest logit, ties below {self.bound:.1e}: {kind}"
+            f"margin {self.margin:.1e} of the largest logit, ties below {self.bound:.1e}: {verdict}"
         )
 
 
@@ -109,14 +109,15 @@ def compare(
     divergences = []
     for row in np.flatnonzero((expected != actual).any(1)).tolist():
         position = int((expected[row] != actual[row]).argmax())
-        tokens = int(expected[row, position]), int(actual[row, position])
+        expected_token, token = int(expected[row, position]), int(actual[row, position])
         margin, bound = math.inf, TIE
         if target is not None:
             logits, rounding = _logits(target, prompts[row], expected[row], position)
             largest = np.abs(logits).max()
-            margin = float((logits.max() - logits[list(tokens)].min()) / largest)
+            lower = np.minimum(logits[expected_token], logits[token])
+            margin = float((logits.max() - lower) / largest)
             bound = max(KV_TIE if target.kv_bits else TIE, float(2 * rounding / largest))
-        divergences.append(Divergence(row, position, *tokens, margin, bound))
+        divergences.append(Divergence(row, position, expected_token, token, margin, bound))
     return Match(len(actual), tuple(divergences))
 
 
@@ -129,9 +130,10 @@ def _logits(
     """
     text = np.concatenate([prompt, new[:-1]])[None]
     logits = []
-    for wide in (False,) if target.dtype.itemsize >= 4 else (False, True):
+    for in_float32 in (False,) if target.dtype.itemsize >= 4 else (False, True):
         # A new token follows from the state of the token before it.
-        hidden = teacher.last_hidden_states(target, text, len(new), in_float32=wide)
+        hidden = teacher.last_hidden_states(target, text, len(new), in_float32=in_float32)
         state = hidden[:, position : position + 1]
-        logits.append(np.asarray(teacher.unembed(target, state, in_float32=wide), np.float64)[0, 0])
+        token_logits = teacher.unembed(target, state, in_float32=in_float32)
+        logits.append(np.asarray(token_logits, np.float64)[0, 0])
     return logits[-1], float(np.abs(logits[-1] - logits[0]).max())

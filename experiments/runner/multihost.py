@@ -53,9 +53,14 @@ def join(experiment: Experiment) -> None:
     by_input = {" ".join((c.target, *c.models, c.prompts, c.prompt_path)): c for c in cells}
     made_by = {name: provenance.of(cell) for name, cell in by_input.items()}
     settings = experiment.model_dump(mode="json", exclude=set(SETTINGS))
-    position = experiment.coordinator or None, experiment.processes, experiment.rank
     try:
-        processes.join(*position, meshes={cell.mesh for cell in cells}, run=(settings, made_by))
+        processes.join(
+            experiment.coordinator or None,
+            experiment.processes,
+            experiment.rank,
+            meshes={cell.mesh for cell in cells},
+            run=(settings, made_by),
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from error
 

@@ -53,12 +53,13 @@ def model_problems(groups: Groups, record: bool = False) -> dict[grid.Cell, str]
         for group in groups
         for cell in group
     }
-    sources = sorted({source for used in uses.values() for source in used})
+    sources = sorted({source for cell_sources in uses.values() for source in cell_sources})
     problems = {source: _problem(source[0], unloaded, source[1]) for source in sources}
-    messages = {cell: [*filter(None, map(problems.get, used))] for cell, used in uses.items()}
-    return _recorded(
-        {cell: "\n".join(text) for cell, text in messages.items() if text}, groups, record
-    )
+    messages = {
+        cell: "\n".join(filter(None, map(problems.get, cell_sources)))
+        for cell, cell_sources in uses.items()
+    }
+    return _recorded({cell: text for cell, text in messages.items() if text}, groups, record)
 
 
 def cell_problems(groups: Groups, record: bool = False) -> dict[grid.Cell, str]:

@@ -67,8 +67,8 @@ def failure_kind(error: Exception) -> str:
     """Returns "memory" for an out-of-memory error, else "error"."""
     from magicjax.decoding.memory import OutOfMemoryError
 
-    known = isinstance(error, MemoryError | OutOfMemoryError)
-    return "memory" if known or "RESOURCE_EXHAUSTED" in str(error) else "error"
+    out_of_memory = isinstance(error, MemoryError | OutOfMemoryError)
+    return "memory" if out_of_memory or "RESOURCE_EXHAUSTED" in str(error) else "error"
 
 
 def main() -> int:

@@ -290,7 +290,9 @@ class Experiment(Strict):
             "slots": "without slots",
         }.items():
             stray = [
-                n for n, known in settings if known.needs == needed and getattr(self, n) is not None
+                name
+                for name, setting in settings
+                if setting.needs == needed and getattr(self, name) is not None
             ]
             for i, method in enumerate(self.methods):
                 stray += [f"methods.{i}.{name}" for name in method.needing(needed)]
@@ -327,10 +329,10 @@ class Experiment(Strict):
                 f"min_context shortens texts, not prompts={self.prompts}: remove it, or choose "
                 f"{', '.join(prompts.TEXTS)} or {prompts.RANDOM}"
             )
-        for least, most in (("min_context", "context"), ("min_new_tokens", "new_tokens")):
-            value, limit = getattr(self, least), getattr(self, most)
-            if value is not None and value > limit and not self._varies(most):
-                raise ValueError(f"{least}={value} is larger than {most}={limit}: change one")
+        for minimum, maximum in (("min_context", "context"), ("min_new_tokens", "new_tokens")):
+            value, limit = getattr(self, minimum), getattr(self, maximum)
+            if value is not None and value > limit and not self._varies(maximum):
+                raise ValueError(f"{minimum}={value} is larger than {maximum}={limit}: change one")
         return self
 
     def _varies(self, name: str) -> bool:

@@ -226,7 +226,9 @@ def _excluded(where: dict[str, Any], cells: Iterable[Cell]) -> list[Cell]:
         listed = values if isinstance(values, list) else [values]
         return (_facts(cell)[name] or None) in [value or None for value in listed]
 
-    matching = [cell for cell in cells if all(matches(cell, *pair) for pair in where.items())]
+    matching = [
+        cell for cell in cells if all(matches(cell, name, values) for name, values in where.items())
+    ]
     if not matching:
         raise ConfigError(f"exclude: no cell has {where}: remove the line or correct a value")
     return matching
@@ -285,10 +287,11 @@ def columns(cell: Cell) -> dict[str, Any]:
 def _group(experiment: Experiment) -> list[Cell]:
     sampled = experiment.temperature > 0
     settings = {
-        name: known.resolve(
-            getattr(experiment, name), not known.needs or bool(getattr(experiment, known.needs))
+        name: setting.resolve(
+            getattr(experiment, name),
+            applies=not setting.needs or bool(getattr(experiment, setting.needs)),
         )
-        for name, known in declared(Experiment).items()
+        for name, setting in declared(Experiment).items()
     }
     if experiment.candidates is None and experiment.prompts not in TEXTS:
         settings["candidates"] = 1

@@ -61,7 +61,7 @@ def declared(settings_class: type[BaseModel]) -> dict[str, Setting]:
 def columns_of(settings_class: type[BaseModel]) -> dict[str, str]:
     """Returns the settings of a model that are columns of summary.csv: {setting: column}."""
     return {
-        name: name if known.column is None else known.column
-        for name, known in declared(settings_class).items()
-        if known.column != ""
+        name: name if setting.column is None else setting.column
+        for name, setting in declared(settings_class).items()
+        if setting.column != ""
     }

@@ -171,14 +171,16 @@ def of_grid(summary: str, profile: str) -> list[dict[str, Any]]:
         target = model_sizes(model, row["dtype"])
         load = functools.partial(abstract_model, dtype=row["dtype"])
         draft = make_draft(make_drafter(text, load), target, row["dtype"])
-        shape = int(row["batch"]), int(row["context"]), int(row["nodes"]), int(row["gamma"])
-        cells = {"batch": shape[0], "context": shape[1], "method": row["method"], "tau": row["tau"]}
+        batch, context = int(row["batch"]), int(row["context"])
+        nodes, gamma = int(row["nodes"]), int(row["gamma"])
+        cells = {"batch": batch, "context": context, "method": row["method"], "tau": row["tau"]}
         cells["speedup"] = row["speedup"]
         for source, constants in (
             ("from constants", dataclasses.replace(device, measured=())),
             ("from timed passes", device),
         ):
-            cost = cost_model.round_cost(target, draft, cost_model.Machine(constants), *shape)
+            machine = cost_model.Machine(constants)
+            cost = cost_model.round_cost(target, draft, machine, batch, context, nodes, gamma)
             cells[source] = cost.speedup(row["tau"])
         rows.append(cells)
     if not rows:

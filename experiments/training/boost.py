@@ -154,12 +154,13 @@ def check_sizes(settings: Boosting, text: corpus.TokenizedCorpus, max_positions:
             f"labelled_tokens={labelled} is too large: the text has {available} training tokens: "
             "give more text, or lower labelled_tokens"
         )
-    used = labelled // distill.CONTEXT * distill.CONTEXT
+    in_windows = labelled // distill.CONTEXT * distill.CONTEXT
     longest = max(phase.context for phase in settings.labels.phases)
-    if used < longest + 1:
+    if in_windows < longest + 1:
         raise ConfigError(
-            f"labelled_tokens={labelled} gives {used} tokens in windows of {distill.CONTEXT}, but "
-            f"labels with context={longest} needs {longest + 1}: raise labelled_tokens"
+            f"labelled_tokens={labelled} gives {in_windows} tokens in windows of "
+            f"{distill.CONTEXT}, but labels with context={longest} needs {longest + 1}: raise "
+            "labelled_tokens"
         )
     contexts = [longest, distill.CONTEXT]
     if settings.text:

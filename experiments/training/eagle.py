@@ -249,7 +249,7 @@ def save(
     """
     if isinstance(recipe.head, str):
         config = dataclasses.replace(config, layer_inputs=None)
-        names, kind = ["target_norm"], "A head for multi-token prediction"
+        names, title = ["target_norm"], "A head for multi-token prediction"
     else:
         # The text of `eagle_check` can be unlike the documents of a model that does not chat.
         is_chat = getattr(Source(recipe.target).tokenizer, "chat_template", None)
@@ -258,7 +258,8 @@ def save(
             layer_inputs=recipe.head.layer_inputs,  # trainers number default layers differently
             acceptance=round(metrics["same token"][0], 4) if is_chat else None,
         )
-        names, kind = ["vocab_map"] + ["unembedding"] * config.own_unembedding, "An EAGLE-3 head"
+        names = ["vocab_map"] + ["unembedding"] * config.own_unembedding
+        title = "An EAGLE-3 head"
     inner = export.rounded(params["params"] | {name: frozen[name] for name in names})
     module = models.build(config, jnp.bfloat16)
     models.save_checkpoint(path, module, {"params": inner}, overwrite=True)
@@ -272,7 +273,7 @@ def save(
     )
     card = f"""# {path.name}
 
-{kind} of {size / 1e6:.2f} M parameters for {recipe.target}, trained on texts
+{title} of {size / 1e6:.2f} M parameters for {recipe.target}, trained on texts
 that it wrote ({recipe.generated.tokens:,} tokens, temperature {recipe.generated.temperature}). It
 proposes the {config.output_rows:,} most frequent tokens, with the target's output matrix.
 

@@ -238,9 +238,9 @@ def train(
             abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
             state = manager.restore(first, args=ocp.args.StandardRestore(abstract))
         bar = tqdm(total=schedule.steps, initial=first, desc=label, unit="step", mininterval=5)
-        others = () if frozen is None else (frozen,)
+        loss_arguments = () if frozen is None else (frozen,)
         for done, windows in enumerate(batches(stream, schedule, first, row), first + 1):
-            state = step(state, windows, *others)
+            state = step(state, windows, *loss_arguments)
             if done % 10 == 0:
                 bar.set_postfix(context=windows.shape[1] - 1, loss=f"{float(state['loss']):.3f}")
             bar.update()

@@ -134,7 +134,7 @@ def fit(
     efficiencies and the tile, with the times per layer and per round from relative least squares.
     """
     measured = np.array([row.seconds for row in rows])
-    best = (np.inf, device)
+    best_error, best_device = np.inf, device
     for tile in TILES:
         tiled = dataclasses.replace(device, tile=tile)
         parts = [_parts(sizes, row, tiled) for row in rows]
@@ -146,16 +146,16 @@ def fit(
             work_s = np.maximum(read_s / bandwidth_share, matmul_s / matrix_share).sum(1)
             times, _ = nnls(overheads / measured[:, None], (measured - work_s) / measured)
             error = (np.log((work_s + overheads @ times) / measured) ** 2).sum()
-            if error < best[0]:
-                fitted = dataclasses.replace(
+            if error < best_error:
+                best_error = float(error)
+                best_device = dataclasses.replace(
                     tiled,
                     bandwidth_efficiency=float(bandwidth_share),
                     matrix_efficiency=float(matrix_share),
                     layer_seconds=float(times[0]),
                     round_seconds=float(times[1]),
                 )
-                best = float(error), fitted
-    return best[1], np.array([predicted(sizes, row, best[1]) for row in rows])
+    return best_device, np.array([predicted(sizes, row, best_device) for row in rows])
 
 
 def predicted(sizes: cost_model.Sizes, row: Timed, device: cost_model.Device) -> float:

@@ -118,10 +118,10 @@ class Acceptance:
     @classmethod
     def known(cls, rows: int, deepest: int, rates: Sequence[float], rounds: float) -> "Acceptance":
         """Returns the acceptance before any is counted; see `Controller.create`."""
-        known = [*rates, *[rates[-1] if rates else 0.0] * deepest][:deepest]
+        rate_by_depth = [*rates, *[rates[-1] if rates else 0.0] * deepest][:deepest]
         tried = np.zeros((rows + 1, deepest))
         tried[-1] = rounds
-        return cls(tried, np.array(known) * tried)
+        return cls(tried, np.array(rate_by_depth) * tried)
 
     def joined(self, slot: int) -> "Acceptance":
         """Returns the acceptance after a request has joined; the one before becomes history."""
@@ -311,14 +311,18 @@ class Controller:
             return self
         longest = max(length for length, _ in live.values())
         new = dataclasses.replace(self, length=longest, live=len(live))
-        left = np.array([left for _, left in live.values()])
+        remaining = np.array([remaining for _, remaining in live.values()])
         if self.can_be_disabled:  # a choice for the whole rest of the requests
-            left = np.full_like(left, ENDLESS)
-        costs = {mode: new._cost(mode, new.tokens(mode)[list(live)], left) for mode in self.modes}
+            remaining = np.full_like(remaining, ENDLESS)
+        costs = {
+            mode: new._cost(mode, new.tokens(mode)[list(live)], remaining) for mode in self.modes
+        }
         best = min(costs, key=lambda mode: costs[mode])
         if costs[self.best] <= (1 + HYSTERESIS) * costs[best]:
             best = self.best
-        probe = new._probe(best, costs[best], list(live), left) if self.probes.allowed else None
+        probe = None
+        if self.probes.allowed:
+            probe = new._probe(best, costs[best], list(live), remaining)
         return new.running(probe or best, best, live)
 
     def running(self, mode: Mode, best: Mode, live: Iterable[int]) -> "Controller":
@@ -329,17 +333,17 @@ class Controller:
         return dataclasses.replace(self, mode=mode, best=best, disabled=disabled)
 
     def _cost(
-        self, mode: Mode, tokens: Float[np.ndarray, "B"], left: Int[np.ndarray, "B"]
+        self, mode: Mode, tokens: Float[np.ndarray, "B"], remaining: Int[np.ndarray, "B"]
     ) -> float:
         """Returns the seconds per token of a mode, or those until the last row ends."""
         assert self.times is not None
         seconds = self.times.of(mode, self.length, self.live)
         if self.until_last_row_ends:
-            return float(seconds * (left / tokens).max())
-        return float(seconds / np.minimum(tokens, left).sum())
+            return float(seconds * (remaining / tokens).max())
+        return float(seconds / np.minimum(tokens, remaining).sum())
 
     def _probe(
-        self, best: Mode, cost: float, rows: Sequence[int], left: Int[np.ndarray, "B"]
+        self, best: Mode, cost: float, rows: Sequence[int], remaining: Int[np.ndarray, "B"]
     ) -> Mode | None:
         """Returns the mode of a probe; None if no drafter is idle and could gain on these rows."""
         drafts = np.array([row not in self.disabled for row in rows])
@@ -350,7 +354,7 @@ class Controller:
         ]
         for name in sorted(idle, key=lambda name: -self.acceptance[name].idle):
             modes = [mode for mode in self.modes if mode.drafter == name]
-            if any(self._cost(mode, 1.0 + mode.depth * drafts, left) < cost for mode in modes):
+            if any(self._cost(mode, 1.0 + mode.depth * drafts, remaining) < cost for mode in modes):
                 return min(modes, key=lambda mode: mode.depth)
         return None
 

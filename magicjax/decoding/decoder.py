@@ -107,16 +107,31 @@ class Decoder:
           layer_inputs: the result of earlier calls for the same prompts, as in `ModelStats`; None
             without earlier calls.
         """
-        arguments = self.request.target, rows or self.request.rows, cache, layer_inputs
-        return self._run("prefill", settings or self.request.prefill_settings, *arguments)
+        request = self.request
+        return self._run(
+            "prefill",
+            settings or request.prefill_settings,
+            request.target,
+            rows or request.rows,
+            cache,
+            layer_inputs,
+        )
 
     def init(
         self, cache: KVCache, prefilled: Prefilled, previous: Previous | None = None
     ) -> DecodeState:
         """Returns the initial state; `previous` is the drafter's state of an earlier text."""
-        request, drafter = self.request, self.drafter
-        arguments = request.target, drafter, cache, prefilled, request.rows, previous
-        return self._run("init", request.settings, *arguments)
+        request = self.request
+        return self._run(
+            "init",
+            request.settings,
+            request.target,
+            self.drafter,
+            cache,
+            prefilled,
+            request.rows,
+            previous,
+        )
 
     def prompt_logprobs(self, cache: KVCache | None = None) -> list[LogProbs | None]:
         """Returns the log-probabilities of each prompt's tokens after the first, as numpy arrays.
@@ -187,8 +202,8 @@ class Decoder:
           matchers: one per row, each at the end of its text; None for rows that have ended or have
             no grammar.
         """
-        begin = time.perf_counter() - program_cache.totals()[1]
-        target, sharding = self.request.target, state.ended.sharding
+        start = time.perf_counter() - program_cache.totals()[1]
+        target, drafter, sharding = self.request.target, self.drafter, state.ended.sharding
 
         def call(name: str, *arguments: Any) -> Any:
             return self._program(name, *arguments)(*arguments)
@@ -197,27 +212,28 @@ class Decoder:
             return global_arrays.put(forced_tokens(matchers, count), sharding)
 
         with memory.explained(self.request):
-            if self.drafter is not None:
-                drafter = self.drafter.with_forced(state.drafter, forced)
-                state = dataclasses.replace(state, drafter=drafter)
-            arguments = target, self.drafter, state
-            nodes, proposed = call("propose", *arguments)
-            scored = call("score", *arguments, proposed)
+            if drafter is not None:
+                drafter_state = drafter.with_forced(state.drafter, forced)
+                state = dataclasses.replace(state, drafter=drafter_state)
+            nodes, proposed = call("propose", target, drafter, state)
+            scored = call("score", target, drafter, state, proposed)
             tokens, parents = global_arrays.fetch(nodes)  # while the device scores
             rows = matchers[: len(tokens)]
             masks = tree_masks(rows, tokens, parents, target.config.vocab_size)
             allowed = global_arrays.put(masks, sharding)
-            state = jax.block_until_ready(call("verify", *arguments, proposed, scored, allowed))
-        self.clock.newest_s = time.perf_counter() - program_cache.totals()[1] - begin
+            state = call("verify", target, drafter, state, proposed, scored, allowed)
+            jax.block_until_ready(state)
+        self.clock.newest_s = time.perf_counter() - program_cache.totals()[1] - start
         self.clock.decode_s += self.clock.newest_s
         return state
 
     def state_shapes(self) -> DecodeState:
         """Returns the shapes of the initial state; runs and allocates nothing."""
         request = self.request
-        settings, arguments = request.prefill_settings, (request.target, request.rows)
-        prefilled = program_cache.result_shapes("prefill", settings, arguments)
-        arguments = request.target, self.drafter, *prefilled, request.rows
+        cache, prefilled = program_cache.result_shapes(
+            "prefill", request.prefill_settings, (request.target, request.rows)
+        )
+        arguments = request.target, self.drafter, cache, prefilled, request.rows
         return program_cache.result_shapes("init", request.settings, arguments)
 
     def _program(self, name: str, *arguments: Any) -> jax.stages.Compiled:

@@ -59,9 +59,9 @@ class PrefilledPrompts:
             stats_spec |= dataclasses.replace(drafter.stats_spec(), rounds=False)
         settings = dataclasses.replace(settings, stats_spec=stats_spec)
         decoder = Decoder(request)
-        results = decoder.prefill(settings=settings)
+        cache, prefilled = decoder.prefill(settings=settings)
         lengths = global_arrays.fetch(request.rows.lengths)
-        return cls(decoder, settings, *results, lengths, decoder.clock.prefill_s)
+        return cls(decoder, settings, cache, prefilled, lengths, decoder.clock.prefill_s)
 
     def generate(
         self, request: Request, show: Show | None = None

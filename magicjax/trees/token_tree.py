@@ -316,9 +316,9 @@ def parse_tree(text: str) -> Tree:
     Raises:
       ValueError: the text has another form, or the tree is not valid.
     """
-    if grown := re.fullmatch(r"dynamic:(-?\d+),(-?\d+),(-?\d+)(?:,(\d*\.?\d+))?", text):
-        nodes, depth, width = map(int, grown.groups()[:3])
-        return DynamicTree(nodes, depth, width, float(grown[4] or 0))
+    if dynamic := re.fullmatch(r"dynamic:(-?\d+),(-?\d+),(-?\d+)(?:,(\d*\.?\d+))?", text):
+        nodes, depth, width = map(int, dynamic.groups()[:3])
+        return DynamicTree(nodes, depth, width, float(dynamic[4] or 0))
     match = re.fullmatch(r"(chain|expansion|parents):(-?\d+(?:,-?\d+)*)", text)
     numbers = [int(n) for n in match[2].split(",")] if match else []
     kind = match[1] if match else ""

@@ -50,23 +50,30 @@ def make(
     bounds: list[tuple[int, float]] = []  # the contexts that suit each question
     for number, (record, turn) in enumerate(_interleaved(records, seed)):
         if record.context:
-            least, most, tokens = _about_text(tokenizer, template, record, context)
+            min_context, max_context, tokens = _about_text(tokenizer, template, record, context)
         else:
             rng = np.random.default_rng([seed, number])
             others = [examples[i] for i in rng.permutation(len(examples))]
             others = [other for other in others if other is not record]
-            least, most, tokens = _after_turns(
+            min_context, max_context, tokens = _after_turns(
                 tokenizer, template, record, turn, others, context, rng
             )
-        bounds.append((least, most))
+        bounds.append((min_context, max_context))
         if tokens is not None:
-            known = {"source": record.source, "category": record.category, "final": record.final}
-            made.append(Prompt(tokens, record.answer, alternatives=True, **known))
+            prompt = Prompt(
+                tokens,
+                record.answer,
+                alternatives=True,
+                source=record.source,
+                category=record.category,
+                final=record.final,
+            )
+            made.append(prompt)
         if len(made) == count:
             return made
     remedy = "use fewer prompts, or give more questions"
-    shortest = sorted(least for least, _ in bounds)[:count]
-    longest = sorted((most for _, most in bounds), reverse=True)[:count]
+    shortest = sorted(min_context for min_context, _ in bounds)[:count]
+    longest = sorted((max_context for _, max_context in bounds), reverse=True)[:count]
     if len(bounds) >= count and shortest[-1] > context:
         remedy = f"choose a context of at least {shortest[-1]}, or {remedy}"
     elif len(bounds) >= count and longest[-1] < context:

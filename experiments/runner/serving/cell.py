@@ -90,19 +90,21 @@ def make_workload(bench: Bench, cell: Cell) -> Workload:
 
 def _engine(bench: Bench, cell: Cell) -> magicjax.Engine:
     """Returns an engine that has compiled its programs."""
-    used = options(cell, lambda directory: bench.draft(directory, cell))
+    request = options(cell, lambda directory: bench.draft(directory, cell))
     config = magicjax.EngineConfig(
         slots=cell.slots,
         capacity=cell.context + cell.new_tokens,
         max_tokens=cell.new_tokens,
         sampling=cell.temperature > 0,
-        verifier=used.verifier,
-        eos_token_id=used.eos_token_id,
+        verifier=request.verifier,
+        eos_token_id=request.eos_token_id,
         adaptive=cell.adaptive,
         queue_limit=cell.num_requests,
         prefix_bytes=0,  # the runs repeat the same prompts
     )
-    engine = magicjax.Engine(bench.target_of(cell), used.drafter, used.tree, config, mesh=used.mesh)
+    engine = magicjax.Engine(
+        bench.target_of(cell), request.drafter, request.tree, config, mesh=request.mesh
+    )
     engine.warm_up()
     return engine
 

@@ -83,15 +83,15 @@ def arrivals(kind: str, rate: float, count: int, seed: int) -> list[float]:
     return [n // size * size / rate for n in range(count)]
 
 
-def ragged(rng: np.random.Generator, least: int, most: int, count: int) -> Int[np.ndarray, "N"]:
-    """Returns lengths from `least` to `most`, uniform in the logarithm."""
-    drawn = np.exp(rng.uniform(np.log(least), np.log(most + 1), count))
-    return np.clip(drawn.astype(int), least, most)  # rounding can cross a bound
+def ragged(rng: np.random.Generator, low: int, high: int, count: int) -> Int[np.ndarray, "N"]:
+    """Returns lengths from `low` to `high`, uniform in the logarithm."""
+    drawn = np.exp(rng.uniform(np.log(low), np.log(high + 1), count))
+    return np.clip(drawn.astype(int), low, high)  # rounding can cross a bound
 
 
-def zipf(rng: np.random.Generator, least: int, most: int, count: int) -> list[int]:
-    """Returns numbers from `least` to `most`, n with a probability proportional to 1/n."""
-    numbers = np.arange(least, most + 1)
+def zipf(rng: np.random.Generator, low: int, high: int, count: int) -> list[int]:
+    """Returns numbers from `low` to `high`, n with a probability proportional to 1/n."""
+    numbers = np.arange(low, high + 1)
     return rng.choice(numbers, count, p=(1 / numbers) / (1 / numbers).sum()).tolist()
 
 

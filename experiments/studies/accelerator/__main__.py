@@ -273,10 +273,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     name, memory = device()
     full = Plan() if memory >= LARGE_MEMORY else SMALL
-    every = parts(SMOKE if options.smoke else full)
-    chosen = [p for p in every if not options.only or p.name.startswith(tuple(options.only))]
+    all_parts = parts(SMOKE if options.smoke else full)
+    chosen = [p for p in all_parts if not options.only or p.name.startswith(tuple(options.only))]
     if not chosen:
-        parser.error(f"--only {options.only}: parts are {', '.join(p.name for p in every)}")
+        parser.error(f"--only {options.only}: parts are {', '.join(p.name for p in all_parts)}")
     default = "results/smoke" if options.smoke else f"experiments/results/{_slug(name)}"
     folder = pathlib.Path(options.out) if options.out else ROOT / default
     about = {"device": name, "python": sys.version.split()[0], "smoke": options.smoke}
