@@ -116,7 +116,7 @@ def _load(
     stages = _validated_stages(stages, shards, mesh, offload)
     sharding_of = None
     if mesh is not None:
-        formats = source.matrix_formats(weight_format, alike=stages > 1)
+        formats = source.matrix_formats(weight_format, uniform_layers=stages > 1)
         module = models.build(source.config, weights=formats)
         sharding_of = placement.parameter_shardings(module, shards, mesh)
         pipeline_stages.check_layers(source.config, stages)
@@ -143,7 +143,7 @@ def _load(
         weights=weight_format,
         sharding_of=sharding_of,
         lazy_blocks=offload or stages > 1,
-        alike=stages > 1,
+        uniform_layers=stages > 1,
         packed=packed,
     )
     params, layout = _with_layout(checkpoint, stages, offload, sharding_of)
@@ -386,7 +386,7 @@ def abstract_model(
         offloading.check_layers(source.config)
     dtype = source.stored_dtype if dtype is None else dtype
     is_packed = packed and not offload
-    formats = source.matrix_formats(weights, dtype, packed=is_packed, alike=stages > 1)
+    formats = source.matrix_formats(weights, dtype, packed=is_packed, uniform_layers=stages > 1)
     module = models.build(source.config, dtype, formats)
     layout = Offloaded(offloading.shapes(module)) if offload else Resident()
     ids = {} if source.directory is None else models.special_tokens(source.directory)

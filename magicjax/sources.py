@@ -111,14 +111,14 @@ class Source:
         dtype: Any = None,
         *,
         packed: bool = False,
-        alike: bool = False,
+        uniform_layers: bool = False,
     ) -> models.MatrixFormats:
         """Returns the formats of the matrices of the model that `magicjax.load` returns.
 
         Args:
           weights, dtype: arguments of `magicjax.load`.
           packed: whether matrices of a GGUF file stay packed, and others can be packed.
-          alike: whether all layers have the same formats, as with `stages`.
+          uniform_layers: whether all layers have the same formats, as with `stages`.
 
         Raises as `models.matrix_formats`.
         """
@@ -127,7 +127,9 @@ class Source:
             return models.blocks_in(self.config, models.rounded_format(weight_format))
         is_quantized = models.is_quantized(self.directory)
         directory = self.checkpoint_directory if is_quantized else self.directory
-        return models.matrix_formats(directory, weight_format, dtype, packed=packed, alike=alike)
+        return models.matrix_formats(
+            directory, weight_format, dtype, packed=packed, uniform_layers=uniform_layers
+        )
 
 
 def source_of(source: str | os.PathLike | Source) -> Source:

@@ -134,7 +134,7 @@ def load_checkpoint(
     weights: str | WeightFormat | None = None,
     sharding_of: ShardingFn | None = None,
     lazy_blocks: bool = False,
-    alike: bool = False,
+    uniform_layers: bool = False,
     packed: bool = True,
     mtp: bool = False,
 ) -> Checkpoint:
@@ -152,10 +152,12 @@ def load_checkpoint(
         only its part. None: the default device.
       lazy_blocks: do not read the blocks. `Checkpoint.read_block` reads and quantizes one of them;
         matrices that it does not quantize are memory-mapped, in the files' dtype.
-      alike: a matrix has the same format in all layers, which holds those of the files exactly.
+      uniform_layers: a matrix has the same format in all layers, which holds those of the files
+        exactly.
       packed: whether matrices of a GGUF file stay in its types on a CPU with the native kernels,
-        which round activations to 8 bits. With another format, a sharding, lazy blocks or `alike`
-        they do not, and those of blocks become integers with float32 scales if their types can.
+        which round activations to 8 bits. With another format, a sharding, lazy blocks or
+        `uniform_layers` they do not, and those of blocks become integers with float32 scales if
+        their types can.
       mtp: return the head for multi-token prediction that is stored beside the model; its matrices
         are not quantized.
 
@@ -175,10 +177,10 @@ def load_checkpoint(
             'jax.config.update("jax_enable_x64", True), or pass dtype="float32"'
         )
     form, formats = parse_weights(NONE if mtp else weights), MatrixFormats()
-    if packed and sharding_of is None and not lazy_blocks and not alike:
+    if packed and sharding_of is None and not lazy_blocks and not uniform_layers:
         formats = _packed(path, config, dtype, form)
     if not formats:
-        formats = _formats(config, quantization, stored, form, alike)
+        formats = _formats(config, quantization, stored, form, uniform_layers)
     module = build(config, dtype, formats)
     read = parameter_reader(module, quantization, path)
     params = read_params(module, stored, read, sharding_of, lazy_blocks)
@@ -213,25 +215,25 @@ def matrix_formats(
     dtype: Any = None,
     *,
     packed: bool = True,
-    alike: bool = False,
+    uniform_layers: bool = False,
 ) -> MatrixFormats:
     """Returns the formats of the matrices that `load_checkpoint` returns.
 
     Args:
-      path, weights, dtype, packed, alike: arguments of `load_checkpoint`; packed needs a call
-        without `sharding_of` and `lazy_blocks`.
+      path, weights, dtype, packed, uniform_layers: arguments of `load_checkpoint`; packed needs a
+        call without `sharding_of` and `lazy_blocks`.
 
     Raises as `load_checkpoint`. Reads only config.json if the checkpoint is not quantized.
     """
     path, form = pathlib.Path(path), parse_weights(weights)
     config = load_config(path)
-    if packed and not alike:
+    if packed and not uniform_layers:
         own = _packed(path, config, jnp.dtype(dtype or np.float32), form)
         if own:
             return own
     if not is_quantized(path):
         return blocks_in(config, rounded_format(form))
-    return _formats(*_open(path), form, alike)
+    return _formats(*_open(path), form, uniform_layers)
 
 
 def _packed(
@@ -506,14 +508,14 @@ def _formats(
     quantization: QuantizationConfig | None,
     stored: list[Found],
     weights: WeightFormat | str | None,
-    alike: bool,
+    uniform_layers: bool,
 ) -> MatrixFormats:
     """Returns the formats of a module's matrices; raises if they cannot be `weights`.
 
     Args:
       config, quantization, stored: the checkpoint's.
       weights: as `parse_weights` returns it.
-      alike: as in `load_checkpoint`.
+      uniform_layers: as in `load_checkpoint`.
     """
     shapes, forms_of = parameter_shapes(config), dict[str, list[tuple[WeightFormat | None, int]]]()
     for tensor, where in stored:
@@ -530,7 +532,7 @@ def _formats(
         in_blocks.setdefault(path.partition("/")[2], []).extend(forms)
     for path, forms in forms_of.items():
         name = path.partition("/")[2]
-        if alike:
+        if uniform_layers:
             form = chosen_format(name, in_blocks[name], weights)
         else:
             form = chosen_format(path, forms, weights)

@@ -147,8 +147,8 @@ def load_params(checkpoint: models.Checkpoint, stages: int, sharding_of: Shardin
     """Returns a checkpoint's variables stacked by stage; each process keeps only its part.
 
     Args:
-      checkpoint: the result of `models.load_checkpoint(lazy_blocks=True, alike=True)`. `stages`
-        of its blocks are in host memory at a time.
+      checkpoint: the result of `models.load_checkpoint(lazy_blocks=True, uniform_layers=True)`.
+        `stages` of its blocks are in host memory at a time.
       stages: S.
       sharding_of: the sharding of a parameter, by its logical axes.
     """

@@ -165,9 +165,10 @@ def test_layers_in_several_formats_are_alike_as_the_error_says(
 ):
     folder, plain = write_pair(tmp_path, layout, ignored)
     with pytest.raises(ValueError, match=f"{message}.*: pass weights='none' or 'int8'"):
-        models.load_checkpoint(folder, "float32", alike=True)
+        models.load_checkpoint(folder, "float32", uniform_layers=True)
     found, right = (
-        models.load_checkpoint(x, "float32", weights=weights, alike=True) for x in (folder, plain)
+        models.load_checkpoint(x, "float32", weights=weights, uniform_layers=True)
+        for x in (folder, plain)
     )
     assert str(found.module.weights) == weights
     assert_identical(found.params, right.params)
