@@ -112,8 +112,7 @@ class Attention(nn.Module):
         embed = ((c.hidden_size, EMBED),)
 
         def projection(inputs, outputs, use_bias, name, **options):
-            form = self.weights.of(name)
-            options |= dict(dtype=self.dtype, weights=form, backend=self.backend)
+            options |= dict(dtype=self.dtype, weights=self.weights.of(name), backend=self.backend)
             return Projection(inputs, outputs, use_bias, name=name, **options)
 
         gated = [projection(embed, heads, c.qkv_bias, "gate")] * c.attention_gate
@@ -187,8 +186,7 @@ class FeedForward(nn.Module):
         hidden = ((c.intermediate_size // self.split.shards, MLP),)
 
         def projection(inputs, outputs, name, **options):
-            form = self.weights.of(name)
-            options |= dict(dtype=self.dtype, weights=form, backend=self.backend)
+            options |= dict(dtype=self.dtype, weights=self.weights.of(name), backend=self.backend)
             return Projection(inputs, outputs, c.mlp_bias, name=name, **options)
 
         matrices = [projection(embed, hidden, name) for name in ("gate", "up")[not c.gated :]]
@@ -219,8 +217,8 @@ class MixtureOfExperts(nn.Module):
         router = logits_of(name="router", **options)
 
         def projection(inputs, outputs, name):
-            form = self.weights.of(name)
-            return Projection(inputs, outputs, c.mlp_bias, name=name, weights=form, **options)
+            weights = self.weights.of(name)
+            return Projection(inputs, outputs, c.mlp_bias, name=name, weights=weights, **options)
 
         into = [projection((embed,), (local, unit), name) for name in ("gate", "up")[not c.gated :]]
         out_of = projection((unit,), (local, embed), "down")
@@ -347,10 +345,10 @@ def layer_kinds(module: nn.Module) -> list[list[int]]:
 def output_matrix(module: nn.Module, params: dict[str, Any]) -> Array | Packed:
     """Returns the matrix [V, E] that gives the logits of a decoder."""
     name = "embedding" if module.config.tie_embeddings else "unembedding"
-    matrix, form = params["params"][name], formats_of(module).of(name)
-    if not isinstance(form, str):
+    matrix, weight_format = params["params"][name], formats_of(module).of(name)
+    if not isinstance(weight_format, str):
         return matrix
-    return Packed(matrix, form, (OUTPUTS * matrix.shape[0],))
+    return Packed(matrix, weight_format, (OUTPUTS * matrix.shape[0],))
 
 
 @functools.partial(jax.jit, static_argnames=("block", "rotation"))
@@ -396,10 +394,10 @@ class Transformer(nn.Module):
 
         def tokens_by_width(name: str, rows: int) -> Array | Packed:
             shape = (rows // self.split.shards, width)
-            form = self.weights.of(name)
-            if not isinstance(form, str):
+            weight_format = self.weights.of(name)
+            if not isinstance(weight_format, str):
                 return self.param(name, init, shape, self.dtype)
-            return packed_param(self, name, form, ((shape[0], VOCAB),), ((width, axis),))
+            return packed_param(self, name, weight_format, ((shape[0], VOCAB),), ((width, axis),))
 
         self.embedding = tokens_by_width("embedding", c.embedding_rows)
         if isinstance(c.positions, LearnedPositions):

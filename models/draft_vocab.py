@@ -49,15 +49,15 @@ def with_draft_vocab(
     tokens = np.concatenate([tokens, others[: size - len(tokens)]])
     config = dataclasses.replace(c, draft_vocab_size=size, embeds_all=True, tie_embeddings=False)
     weights, source = module.weights, "embedding" if c.tie_embeddings else "unembedding"
-    kind = weights.of(source)
-    if kind is not None and c.tie_embeddings:
-        weights = MatrixFormats((*weights.texts, ("unembedding", str(kind))))
+    weight_format = weights.of(source)
+    if weight_format is not None and c.tie_embeddings:
+        weights = MatrixFormats((*weights.texts, ("unembedding", str(weight_format))))
     changed = build(config, module.dtype, weights).clone(backend=module.backend)
     if params is None:
         return changed, None
     inner = params["params"]
     rows = inner[source]
-    cut = take_blocks(rows, blocks) if kind is not None else jnp.take(rows, tokens, axis=0)
+    cut = take_blocks(rows, blocks) if weight_format is not None else jnp.take(rows, tokens, axis=0)
     added = {"unembedding": cut, "vocab_map": jnp.asarray(_map(c.vocab_size, tokens))}
     return changed, {**params, "params": {**inner, **added}}
 

@@ -77,15 +77,15 @@ class DeltaNetShape:
         key_heads, value_heads = self.key_heads // shards, self.value_heads // shards
         return dataclasses.replace(self, key_heads=key_heads, value_heads=value_heads)
 
-    def has_tiles(self, form: Any) -> bool:
+    def has_tiles(self, weight_format: Any) -> bool:
         """Whether an output matrix of a format has its inputs in the order of GGUF files.
 
         There value head j of key head i is in place j * Hk + i. Packed units of 256 inputs have
         several heads, so that the matrix cannot be reordered: its inputs are. A matrix that is not
         in the order of GGUF files is not packed in such a format.
         """
-        is_k = isinstance(form, str) and FORMATS[form].is_k
-        return is_k and self.value_dim % FORMATS[form].inputs != 0
+        is_k = isinstance(weight_format, str) and FORMATS[weight_format].is_k
+        return is_k and self.value_dim % FORMATS[weight_format].inputs != 0
 
     def state_bytes(self, itemsize: int) -> int:
         """Returns the bytes of a row's state in one layer, given those of an activation."""

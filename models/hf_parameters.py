@@ -167,23 +167,27 @@ def parameter_reader(
     def read(tensor: Tensor, where: Place) -> dict[tuple[str, ...], np.ndarray]:
         whole, inputs = shapes[tensor.path].value.shape, tensor.inputs
         shape = tensor.part_shape(whole)
-        form = module.weights.of(tensor.matrix) if tensor.matrix else None
-        if isinstance(form, str) and (path / GGUF_INDEX).is_file():
-            return {tensor.path: packed_matrix(tensor, form)}
+        weight_format = module.weights.of(tensor.matrix) if tensor.matrix else None
+        if isinstance(weight_format, str) and (path / GGUF_INDEX).is_file():
+            return {tensor.path: packed_matrix(tensor, weight_format)}
         arrays = None
         if isinstance(where, Stored):
             values = tensor.to_parameter(where.of(mapped(where.file)[where.name]), whole)
         else:
             matrix = unpacked(tensor, where)
-            if isinstance(form, WeightFormat) and holds(form, matrix):
-                arrays = parameters(matrix, form, shape, inputs)
+            if isinstance(weight_format, WeightFormat) and holds(weight_format, matrix):
+                arrays = parameters(matrix, weight_format, shape, inputs)
             else:
                 values = matrix.dequantized().reshape(shape)
-        if isinstance(form, str):
+        if isinstance(weight_format, str):
             rows = values.reshape(-1, math.prod(shape[len(shape) - inputs :]))
-            arrays = {tensor.path[-1]: pack(rows.astype(np.float32), "F32", to=form)}
+            arrays = {tensor.path[-1]: pack(rows.astype(np.float32), "F32", to=weight_format)}
         elif arrays is None:
-            arrays = quantize(values, form, inputs) if form else {tensor.path[-1]: values}
+            arrays = (
+                quantize(values, weight_format, inputs)
+                if weight_format
+                else {tensor.path[-1]: values}
+            )
         return {(*tensor.path[:-1], name): values for name, values in arrays.items()}
 
     return read

@@ -186,14 +186,14 @@ def _stored(
     if len(values[0]) == 1:
         parameters = [np.asarray(x[tensor.path[-1]]) for tensor, x in zip(tensors, values)]
         return to_stored(tensors, parameters)
-    form = formats.of(str(first.matrix))
-    assert isinstance(form, WeightFormat)
+    weight_format = formats.of(str(first.matrix))
+    assert isinstance(weight_format, WeightFormat)
     if first.experts is not None:
         raise ValueError(
             f"{first.name} has the matrices of all experts, which compressed-tensors cannot store "
             "quantized: load it with weights='none' to save it"
         )
-    matrices = [_matrix_of(x, form) for x in values]
+    matrices = [_matrix_of(x, weight_format) for x in values]
     try:
         parts = _written_parts(_fused(first, matrices))
     except ValueError as error:
@@ -215,19 +215,19 @@ def _fused(tensor: Tensor, matrices: Sequence[Matrix]) -> Matrix:
     return Matrix(joined(values), joined(scales), zero, matrices[0].bits)
 
 
-def _matrix_of(parameters: Mapping[str, Any], form: WeightFormat) -> Matrix:
+def _matrix_of(parameters: Mapping[str, Any], weight_format: WeightFormat) -> Matrix:
     """Returns the matrix of the parameters of a quantized projection.
 
     Args:
       parameters: weight, scale and perhaps zero, on the host.
-      form: the matrix's format.
+      weight_format: the matrix's format.
     """
     scale = np.asarray(parameters["scale"])
     outputs = math.prod(scale.shape[1:])
     values = np.asarray(parameters["weight"]).reshape(outputs, -1)
-    zeros = np.asarray(parameters["zero"]).reshape(-1, outputs).T if form.zeros else None
-    stored = values if form.is_float else values.astype(np.int8)
-    return Matrix(stored, scale.reshape(-1, outputs).T, zeros, form.bits)
+    zeros = np.asarray(parameters["zero"]).reshape(-1, outputs).T if weight_format.zeros else None
+    stored = values if weight_format.is_float else values.astype(np.int8)
+    return Matrix(stored, scale.reshape(-1, outputs).T, zeros, weight_format.bits)
 
 
 def _written_parts(matrix: Matrix) -> dict[str, np.ndarray]:
@@ -268,15 +268,19 @@ def _written_settings(formats: MatrixFormats, tensors: Iterable[Tensor]) -> dict
     """
     modules: dict[Any, list[str]] = {None: []}
     for tensor in tensors:
-        form = formats.of(tensor.matrix) if tensor.matrix else None
-        modules.setdefault(form, []).append(_module(tensor))
+        weight_format = formats.of(tensor.matrix) if tensor.matrix else None
+        modules.setdefault(weight_format, []).append(_module(tensor))
     # transformers has an output matrix even if embeddings are tied.
     plain = [*modules.pop(None), UNEMBEDDING.removesuffix(".weight")]
     groups: dict[str, Any] = {}
-    for i, (form, names) in enumerate(modules.items()):
+    for i, (weight_format, names) in enumerate(modules.items()):
         targets = ["Linear"] if len(modules) == 1 else list(dict.fromkeys(names))
-        kind = "float-quantized" if form.is_float else "pack-quantized"
-        groups[f"group_{i}"] = {"targets": targets, "weights": _settings(form), "format": kind}
+        kind = "float-quantized" if weight_format.is_float else "pack-quantized"
+        groups[f"group_{i}"] = {
+            "targets": targets,
+            "weights": _settings(weight_format),
+            "format": kind,
+        }
     kinds = {group["format"] for group in groups.values()}
     return {
         "quant_method": "compressed-tensors",
@@ -287,14 +291,14 @@ def _written_settings(formats: MatrixFormats, tensors: Iterable[Tensor]) -> dict
     }
 
 
-def _settings(form: WeightFormat) -> dict[str, Any]:
+def _settings(weight_format: WeightFormat) -> dict[str, Any]:
     """Returns the settings of weights in a group of `quantization_config`."""
     return {
-        "num_bits": form.bits,
-        "type": "float" if form.is_float else "int",
-        "symmetric": not form.zeros,
-        "strategy": "channel" if form.group is None else "group",
-        "group_size": form.group,
+        "num_bits": weight_format.bits,
+        "type": "float" if weight_format.is_float else "int",
+        "symmetric": not weight_format.zeros,
+        "strategy": "channel" if weight_format.group is None else "group",
+        "group_size": weight_format.group,
         "dynamic": False,
     }
 

@@ -176,11 +176,11 @@ def load_checkpoint(
             "dtype=float64 needs 64-bit mode, or JAX would round to float32: call "
             'jax.config.update("jax_enable_x64", True), or pass dtype="float32"'
         )
-    form, formats = parse_weights(NONE if mtp else weights), MatrixFormats()
+    weight_format, formats = parse_weights(NONE if mtp else weights), MatrixFormats()
     if packed and sharding_of is None and not lazy_blocks and not uniform_layers:
-        formats = _packed(path, config, dtype, form)
+        formats = _packed(path, config, dtype, weight_format)
     if not formats:
-        formats = _formats(config, quantization, stored, form, uniform_layers)
+        formats = _formats(config, quantization, stored, weight_format, uniform_layers)
     module = build(config, dtype, formats)
     read = parameter_reader(module, quantization, path)
     params = read_params(module, stored, read, sharding_of, lazy_blocks)
@@ -225,37 +225,39 @@ def matrix_formats(
 
     Raises as `load_checkpoint`. Reads only config.json if the checkpoint is not quantized.
     """
-    path, form = pathlib.Path(path), parse_weights(weights)
+    path, weight_format = pathlib.Path(path), parse_weights(weights)
     config = load_config(path)
     if packed and not uniform_layers:
-        own = _packed(path, config, jnp.dtype(dtype or np.float32), form)
-        if own:
-            return own
+        packed_formats = _packed(path, config, jnp.dtype(dtype or np.float32), weight_format)
+        if packed_formats:
+            return packed_formats
     if not is_quantized(path):
-        return blocks_in(config, rounded_format(form))
-    return _formats(*_open(path), form, uniform_layers)
+        return blocks_in(config, rounded_format(weight_format))
+    return _formats(*_open(path), weight_format, uniform_layers)
 
 
 def _packed(
-    path: pathlib.Path, config: DecoderConfig, dtype: Any, form: WeightFormat | str | None
+    path: pathlib.Path, config: DecoderConfig, dtype: Any, weight_format: WeightFormat | str | None
 ) -> MatrixFormats:
     """Returns the types of the matrices that are packed.
 
     Args:
-      path: the directory, of a GGUF file if `form` is None.
+      path: the directory, of a GGUF file if `weight_format` is None.
       config, dtype: the model's.
-      form: one of `ROUNDED`, to which matrices of blocks are rounded; None: the types of the file.
+      weight_format: one of `ROUNDED`, to which matrices of blocks are rounded; None: the types of
+        the file.
     """
-    if dtype not in PACKED_DTYPES or form not in (None, *ROUNDED) or not cpu_build.is_default():
+    can_pack = dtype in PACKED_DTYPES and weight_format in (None, *ROUNDED)
+    if not can_pack or not cpu_build.is_default():
         return MatrixFormats()
     if (path / GGUF_INDEX).is_file():
         from models.gguf import files as gguf_files  # imports the packages gguf and tokenizers
 
-        return gguf_files.packed_types(path, config, form)
-    return MatrixFormats() if form is None else _rounded_types(config, form)
+        return gguf_files.packed_types(path, config, weight_format)
+    return MatrixFormats() if weight_format is None else _rounded_types(config, weight_format)
 
 
-def _rounded_types(config: DecoderConfig, form: str) -> MatrixFormats:
+def _rounded_types(config: DecoderConfig, weight_format: str) -> MatrixFormats:
     """Returns the type of the matrices of blocks, none for a model that has experts or is a head.
 
     Raises ValueError for a matrix that does not fit it.
@@ -267,8 +269,8 @@ def _rounded_types(config: DecoderConfig, form: str) -> MatrixFormats:
         if tensor.is_block_matrix and tensor.matrix is not None:
             shape = shapes[tensor.path].value.shape
             inputs = math.prod(shape[-tensor.inputs :])
-            check_fits(form, tensor.matrix, math.prod(shape) // inputs, inputs)
-            types.append((tensor.matrix, form))
+            check_fits(weight_format, tensor.matrix, math.prod(shape) // inputs, inputs)
+            types.append((tensor.matrix, weight_format))
     return MatrixFormats(tuple(types))
 
 
@@ -517,26 +519,28 @@ def _formats(
       weights: as `parse_weights` returns it.
       uniform_layers: as in `load_checkpoint`.
     """
-    shapes, forms_of = parameter_shapes(config), dict[str, list[tuple[WeightFormat | None, int]]]()
+    shapes = parameter_shapes(config)
+    formats_by_matrix = dict[str, list[tuple[WeightFormat | None, int]]]()
     for tensor, where in stored:
         if tensor.is_block_matrix:
-            shape, form = tensor.matrix_shape(shapes[tensor.path].value.shape), None
+            shape, weight_format = tensor.matrix_shape(shapes[tensor.path].value.shape), None
             if not isinstance(where, Stored):
                 with named(tensor):
-                    form = matrix_format(quantization, where, shape)
-            forms_of.setdefault(str(tensor.matrix), []).append((form, shape[1]))
-    if weights == NONE or not any(form for forms in forms_of.values() for form, _ in forms):
+                    weight_format = matrix_format(quantization, where, shape)
+            formats_by_matrix.setdefault(str(tensor.matrix), []).append((weight_format, shape[1]))
+    is_quantized = any(fmt for formats in formats_by_matrix.values() for fmt, _ in formats)
+    if weights == NONE or not is_quantized:
         return blocks_in(config, rounded_format(weights))
     texts, in_blocks = list[tuple[str, str]](), dict[str, Any]()
-    for path, forms in forms_of.items():
-        in_blocks.setdefault(path.partition("/")[2], []).extend(forms)
-    for path, forms in forms_of.items():
+    for path, weight_formats in formats_by_matrix.items():
+        in_blocks.setdefault(path.partition("/")[2], []).extend(weight_formats)
+    for path, weight_formats in formats_by_matrix.items():
         name = path.partition("/")[2]
         if uniform_layers:
-            form = chosen_format(name, in_blocks[name], weights)
+            weight_format = chosen_format(name, in_blocks[name], weights)
         else:
-            form = chosen_format(path, forms, weights)
-        texts += [] if form is None else [(path, str(form))]
+            weight_format = chosen_format(path, weight_formats, weights)
+        texts += [] if weight_format is None else [(path, str(weight_format))]
     return MatrixFormats(tuple(texts))
 
 

@@ -134,7 +134,7 @@ def packed_rows(matrix: Packed, numbers: Int[Array, "*B"], backend: str | None) 
 def packed_param(
     module: nn.Module,
     name: str,
-    form: str,
+    weight_format: str,
     outputs: tuple[tuple[int, str | None], ...],
     inputs: tuple[tuple[int, str | None], ...],
 ) -> Packed:
@@ -142,14 +142,14 @@ def packed_param(
 
     Args:
       module, name: the module and the name of the parameter.
-      form: name in `FORMATS`.
+      weight_format: name in `FORMATS`.
       outputs, inputs: (size, logical axis) of each axis.
     """
     sizes = tuple(size for size, _ in outputs)
-    shape = FORMATS[form].shape(math.prod(sizes), math.prod(size for size, _ in inputs))
+    shape = FORMATS[weight_format].shape(math.prod(sizes), math.prod(size for size, _ in inputs))
     names = outputs[0][1], inputs[0][1], None
     init = nn.with_logical_partitioning(nn.initializers.zeros, names)
-    return Packed(module.param(name, init, shape, jnp.uint8), form, sizes)
+    return Packed(module.param(name, init, shape, jnp.uint8), weight_format, sizes)
 
 
 def _of_expert(matrix: Matrix, expert: Int[Array, ""]) -> Matrix:
@@ -247,26 +247,26 @@ class Projection(nn.Module):
 
     def _matrix(self) -> Matrix | Packed:
         """Returns the parameters of the matrix, at first random."""
-        form, n, axes = self.weights, len(self.outputs), self.outputs + self.inputs
-        if isinstance(form, str):
-            return packed_param(self, "weight", form, self.outputs, self.inputs)
-        if form is None:
+        weight_format, n, axes = self.weights, len(self.outputs), self.outputs + self.inputs
+        if isinstance(weight_format, str):
+            return packed_param(self, "weight", weight_format, self.outputs, self.inputs)
+        if weight_format is None:
             init = nn.initializers.variance_scaling(
                 1.0, "fan_in", "normal", in_axis=range(n, len(axes)), out_axis=range(n)
             )
             return Matrix(self._param("weight", init, axes, self.dtype))
         inputs = math.prod(size for size, _ in self.inputs)
-        group_axis = None if form.group is None else self.inputs[0][1]
-        groups = ((form.groups(inputs), group_axis), *self.outputs)
+        group_axis = None if weight_format.group is None else self.inputs[0][1]
+        groups = ((weight_format.groups(inputs), group_axis), *self.outputs)
 
         def values(key, shape, dtype):
             deviations = jax.random.truncated_normal(key, -DEVIATIONS, DEVIATIONS, shape)
-            return jnp.rint(deviations * (form.largest / DEVIATIONS)).astype(dtype)
+            return jnp.rint(deviations * (weight_format.largest / DEVIATIONS)).astype(dtype)
 
-        scaled = nn.initializers.constant(DEVIATIONS / form.largest / math.sqrt(inputs))
-        weight = self._param("weight", values, axes, form.dtype)
+        scaled = nn.initializers.constant(DEVIATIONS / weight_format.largest / math.sqrt(inputs))
+        weight = self._param("weight", values, axes, weight_format.dtype)
         scale = self._param("scale", scaled, groups, jnp.float32)
-        if not form.zeros:
+        if not weight_format.zeros:
             return Matrix(weight, scale)
         zero = self._param("zero", nn.initializers.zeros, groups, jnp.float32)
         return Matrix(weight, scale, zero)

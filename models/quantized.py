@@ -232,35 +232,36 @@ def rounded_format(weights: WeightFormat | str | None) -> WeightFormat | None:
     return weights
 
 
-def check_fits(form: str, name: str, outputs: int, inputs: int) -> None:
+def check_fits(weight_format: str, name: str, outputs: int, inputs: int) -> None:
     """Raises ValueError unless a matrix can be packed as one of `ROUNDED`."""
-    packed = PACKED[form]
+    packed = PACKED[weight_format]
     if not packed.fits(outputs, inputs):
         raise ValueError(
-            f"weights={form!r}: {name} has {outputs} outputs and {inputs} inputs, which must be "
-            f"multiples of {OUTPUTS} and {packed.inputs}: use 'int8'"
+            f"weights={weight_format!r}: {name} has {outputs} outputs and {inputs} inputs, which "
+            f"must be multiples of {OUTPUTS} and {packed.inputs}: use 'int8'"
         )
 
 
-def quantize(weight: Any, form: WeightFormat, inputs: int, xp: Any = np) -> dict[str, Any]:
+def quantize(weight: Any, weight_format: WeightFormat, inputs: int, xp: Any = np) -> dict[str, Any]:
     """Returns the parameters `weight` [O..., I...] and `scale` [G, O...], by default on the host.
 
     Args:
       weight: [O..., I...], floating-point.
-      form: a format of integers without zero points (ValueError); its groups divide the inputs.
+      weight_format: a format of integers without zero points (ValueError); its groups divide the
+        inputs.
       inputs: the number of axes I.
       xp: `jax.numpy` to compute where the weight is.
     """
-    form.check_rounding()
+    weight_format.check_rounding()
     wide = xp.asarray(weight, np.float32)
     first = wide.ndim - inputs
-    groups = form.groups(math.prod(wide.shape[first:]))
+    groups = weight_format.groups(math.prod(wide.shape[first:]))
     wide = wide.reshape(*wide.shape[:first], groups, -1)
-    high, low, limit = wide.max(-1), wide.min(-1), 2 ** (form.bits - 1)
+    high, low, limit = wide.max(-1), wide.min(-1), 2 ** (weight_format.bits - 1)
     largest = xp.where(high > -low, high, low)
     scale = xp.where(largest != 0, largest / -limit, 1).astype(np.float32)
     values = xp.clip(xp.rint(wide / scale[..., None]), -limit, limit - 1)
-    values = values.astype(np.int8).astype(form.dtype).reshape(weight.shape)
+    values = values.astype(np.int8).astype(weight_format.dtype).reshape(weight.shape)
     return {"weight": values, "scale": xp.moveaxis(scale, -1, 0)}
 
 
@@ -344,11 +345,11 @@ def quantize_params(
     """
     quantized = dict(params)
     for name, x in params.items():
-        form = formats.of(name)
-        if isinstance(form, WeightFormat) and "scale" not in x:
+        weight_format = formats.of(name)
+        if isinstance(weight_format, WeightFormat) and "scale" not in x:
             inputs = x["weight"].ndim - (len(shapes[name]["scale"].shape) - 1)
-            quantized[name] = x | quantize(x["weight"], form, inputs)
-        elif isinstance(x, dict) and form is None:
+            quantized[name] = x | quantize(x["weight"], weight_format, inputs)
+        elif isinstance(x, dict) and weight_format is None:
             quantized[name] = quantize_params(x, shapes[name], formats.within(name), quantize)
     return quantized
 

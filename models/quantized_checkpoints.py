@@ -299,23 +299,24 @@ def chosen_format(
 
     Raises ValueError for matrices that no format holds, and if the matrix cannot be `weights`.
     """
-    forms = [(form, inputs) for form, inputs in formats if form is not None]
-    if not forms:
+    weight_formats = [(fmt, inputs) for fmt, inputs in formats if fmt is not None]
+    if not weight_formats:
         return weights if isinstance(weights, WeightFormat) and weights.is_rounding else None
-    own, in_part = _common_format(forms), len(forms) < len(formats)
+    common_format = _common_format(weight_formats)
+    is_partial = len(weight_formats) < len(formats)
     if weights is None:
-        if own is not None and not in_part:
-            return own
-        kinds = "has integers in some layers or experts and float8 in others"
-        if own is not None:
-            kinds = f"is quantized ({own}) in some layers or experts only"
+        if common_format is not None and not is_partial:
+            return common_format
+        mixture = "has integers in some layers or experts and float8 in others"
+        if common_format is not None:
+            mixture = f"is quantized ({common_format}) in some layers or experts only"
         raise ValueError(
-            f"{name} {kinds}, which have one format here: pass weights='none' or 'int8'"
+            f"{name} {mixture}, which have one format here: pass weights='none' or 'int8'"
         )
     exact = None
-    if own is not None and isinstance(weights, WeightFormat):
-        exact = with_smaller_groups(own, weights)
-    if exact is None or (in_part and not exact.is_rounding):
+    if common_format is not None and isinstance(weights, WeightFormat):
+        exact = with_smaller_groups(common_format, weights)
+    if exact is None or (is_partial and not exact.is_rounding):
         return rounded_format(weights)
     return exact
 
@@ -325,58 +326,62 @@ def _common_format(formats: Iterable[tuple[WeightFormat, int]]) -> WeightFormat 
 
     Returns None for a mixture of integers and float8.
     """
-    forms = {form for form, _ in formats}
-    if len(kinds := {form.is_float for form in forms}) > 1:
+    weight_formats = {fmt for fmt, _ in formats}
+    if len({fmt.is_float for fmt in weight_formats}) > 1:
         return None
     group = None
-    if any(form.group is not None for form in forms):
-        group = math.gcd(*(form.group or inputs for form, inputs in formats))
-    zeros = any(form.zeros for form in forms)
-    return WeightFormat(max(form.bits for form in forms), group, zeros, kinds.pop())
+    if any(fmt.group is not None for fmt in weight_formats):
+        group = math.gcd(*(fmt.group or inputs for fmt, inputs in formats))
+    return WeightFormat(
+        bits=max(fmt.bits for fmt in weight_formats),
+        group=group,
+        zeros=any(fmt.zeros for fmt in weight_formats),
+        is_float=any(fmt.is_float for fmt in weight_formats),
+    )
 
 
-def with_smaller_groups(form: WeightFormat, weights: WeightFormat) -> WeightFormat | None:
+def with_smaller_groups(fmt: WeightFormat, weights: WeightFormat) -> WeightFormat | None:
     """Returns a checkpoint's format with the groups of `weights`, which divide its own.
 
     Returns None if `weights` is another format; its zero points may be omitted.
     """
-    if (weights.bits, weights.is_float) != (form.bits, form.is_float) or weights.zeros > form.zeros:
+    if (weights.bits, weights.is_float) != (fmt.bits, fmt.is_float) or weights.zeros > fmt.zeros:
         return None
-    if form.group is not None and (weights.group is None or form.group % weights.group):
+    if fmt.group is not None and (weights.group is None or fmt.group % weights.group):
         return None
-    return dataclasses.replace(form, group=weights.group)
+    return dataclasses.replace(fmt, group=weights.group)
 
 
-def holds(form: WeightFormat, matrix: Matrix) -> bool:
+def holds(weight_format: WeightFormat, matrix: Matrix) -> bool:
     """Returns whether a format holds a matrix exactly."""
-    kinds = form.is_float, form.zeros or matrix.zeros is None
-    if kinds != (not np.issubdtype(matrix.values.dtype, np.integer), True):
+    is_float = not np.issubdtype(matrix.values.dtype, np.integer)
+    if weight_format.is_float != is_float or (matrix.zeros is not None and not weight_format.zeros):
         return False
-    groups = form.groups(matrix.values.shape[1])
-    return matrix.bits <= form.bits and groups % matrix.scales.shape[1] == 0
+    groups = weight_format.groups(matrix.values.shape[1])
+    return matrix.bits <= weight_format.bits and groups % matrix.scales.shape[1] == 0
 
 
 def parameters(
-    matrix: Matrix, form: WeightFormat, shape: tuple[int, ...], inputs: int
+    matrix: Matrix, weight_format: WeightFormat, shape: tuple[int, ...], inputs: int
 ) -> dict[str, np.ndarray]:
     """Returns the parameters of a quantized projection.
 
     Args:
-      matrix: has the format `form`, or one that it holds exactly.
-      form: the module's format.
+      matrix: has the format `weight_format`, or one that it holds exactly.
+      weight_format: the module's format.
       shape: shape of the weight, [O..., I...].
       inputs: the number of axes I.
     """
-    groups = form.groups(matrix.values.shape[1])
+    groups = weight_format.groups(matrix.values.shape[1])
     outputs = shape[: len(shape) - inputs]
 
     def grouped(x):
         x = np.repeat(x.T.astype(np.float32), groups // x.shape[1], 0)
         return x.reshape(groups, *outputs)
 
-    values = {"weight": matrix.values.astype(form.dtype).reshape(shape)}
+    values = {"weight": matrix.values.astype(weight_format.dtype).reshape(shape)}
     values["scale"] = grouped(matrix.scales)
-    if form.zeros:
+    if weight_format.zeros:
         zeros = np.zeros_like(matrix.scales) if matrix.zeros is None else matrix.zeros
         values["zero"] = grouped(zeros)
     return values

@@ -85,8 +85,8 @@ class Format:
 
 
 FORMATS = {
-    form.name: form
-    for form in (
+    fmt.name: fmt
+    for fmt in (
         Format("Q4_0", 2, 4, offset=8),
         Format("Q4_1", 3, 4, has_minima=True),
         Format("Q5_0", 6, 5, offset=16),
@@ -112,22 +112,22 @@ class Packed:
 
     Attributes:
       data: uint8 [outputs / 16, units, bytes].
-      form: name in `FORMATS`.
+      weight_format: name in `FORMATS`.
       outputs: sizes of the axes O.
     """
 
     data: Any  # an array of JAX or NumPy
-    form: str = dataclasses.field(metadata={"static": True})
+    weight_format: str = dataclasses.field(metadata={"static": True})
     outputs: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
     @property
     def inputs(self) -> int:
-        return self.data.shape[1] * FORMATS[self.form].inputs
+        return self.data.shape[1] * FORMATS[self.weight_format].inputs
 
 
 def pack(
     stored: UInt8[np.ndarray, "rows bytes"] | Float[np.ndarray, "rows inputs"],
-    form: str,
+    weight_format: str,
     order: np.ndarray | None = None,
     to: str | None = None,
     threads: int = 2,
@@ -136,9 +136,10 @@ def pack(
 
     Args:
       stored: the bytes of each row, or its elements in float32.
-      form: name of its type in `FORMATS`, or "F32".
+      weight_format: name of its type in `FORMATS`, or "F32".
       order: the row of the file of each output; None: all rows.
-      to: another type, of `ROUNDED`, to which elements are rounded as llama.cpp does; None: `form`.
+      to: another type, of `ROUNDED`, to which elements are rounded as llama.cpp does; None:
+        `weight_format`.
       threads: that pack.
 
     Raises RuntimeError without the native kernels, and ValueError for rows that do not exist, or
@@ -146,24 +147,26 @@ def pack(
     """
     import gguf  # takes a third of a second to import, and only files need it
 
-    to = form if to is None else to
+    to = weight_format if to is None else to
     library = build.library()
     if library is None:
         raise RuntimeError(f"a matrix in {to} needs the CPU kernels: {build.unavailable_reason()}")
-    size, octets = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[form]]
+    size, octets = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[weight_format]]
     stored = np.ascontiguousarray(stored).view(np.uint8)
     rows, row = stored.shape
     order = np.arange(rows) if order is None else order
     if order.size and not 0 <= order.min() <= order.max() < rows:
         raise ValueError(f"order has rows from {order.min()} to {order.max()} of {rows}")
     outputs, inputs = len(order), row // octets * size
-    if not FORMATS[to].fits(outputs, inputs) or (to != form and to not in ROUNDED):
-        raise ValueError(f"a matrix [{outputs}, {inputs}] in {form} cannot be packed as {to}")
+    if not FORMATS[to].fits(outputs, inputs) or (to != weight_format and to not in ROUNDED):
+        raise ValueError(
+            f"a matrix [{outputs}, {inputs}] in {weight_format} cannot be packed as {to}"
+        )
     packed = _aligned(FORMATS[to].shape(outputs, inputs))
     order = np.ascontiguousarray(order, np.int32)
     at = [ctypes.c_void_p(array.ctypes.data) for array in (stored, order, packed)]
     sizes = [ctypes.c_int64(x) for x in (outputs, inputs, row)]
-    types = [ctypes.c_int64(gguf.GGMLQuantizationType[name]) for name in (form, to)]
+    types = [ctypes.c_int64(gguf.GGMLQuantizationType[name]) for name in (weight_format, to)]
     library.magicjax_pack(*types, *at[:2], *sizes, at[2], ctypes.c_int(threads))
     return packed
 
@@ -203,7 +206,7 @@ def products(
     rows = x.shape[: x.ndim - axes]
     results = [jax.ShapeDtypeStruct((*rows, *matrix.outputs), dtype) for matrix in matrices]
     call = jax.ffi.ffi_call("magicjax_packed_linear", results, vmap_method="sequential")
-    numbers = np.array([FORMATS[matrix.form].number for matrix in matrices])
+    numbers = np.array([FORMATS[matrix.weight_format].number for matrix in matrices])
     inputs = np.int64(math.prod(x.shape[x.ndim - axes :]))
     return list(call(x, *(matrix.data for matrix in matrices), inputs=inputs, types=numbers))
 
@@ -212,7 +215,7 @@ def rows(matrix: Packed, numbers: Int[Array, "*B"]) -> Float[Array, "*B inputs"]
     """Returns rows of a matrix in float32, zeros for numbers that it does not have."""
     result = jax.ShapeDtypeStruct((*numbers.shape, matrix.inputs), jnp.float32)
     call = jax.ffi.ffi_call("magicjax_packed_rows", result, vmap_method="sequential")
-    number = np.int64(FORMATS[matrix.form].number)
+    number = np.int64(FORMATS[matrix.weight_format].number)
     return call(matrix.data, numbers.astype(jnp.int32), type=number)
 
 
@@ -223,7 +226,7 @@ def dequantize(matrix: Packed, xp: Any = jnp) -> Float[Array, "*O inputs"]:
       matrix: whose data is an array of `xp`.
       xp: jax.numpy or numpy.
     """
-    form, data = FORMATS[matrix.form], matrix.data
+    fmt, data = FORMATS[matrix.weight_format], matrix.data
     blocks, units, _ = data.shape
 
     def halves(first):  # [blocks, units, 1, 16, 1]
@@ -236,33 +239,33 @@ def dequantize(matrix: Packed, xp: Any = jnp) -> Float[Array, "*O inputs"]:
         return values.astype(np.float32)[:, :, None, :, None]
 
     def octets(first, dtype):  # [blocks, units, scales, 16, 1]
-        count = form.inputs // form.scaled
+        count = fmt.inputs // fmt.scaled
         values = data[..., first : first + OUTPUTS * count].astype(dtype).astype(np.float32)
         return values.reshape(blocks, units, count, OUTPUTS, 1)
 
-    scale, minimum = halves(0), halves(2 * OUTPUTS) if form.has_minima else 0
-    if form.is_k:
-        scale = scale * octets(form.first, np.int8 if form.is_signed else np.uint8)
-        if form.has_minima:
-            after = form.first + OUTPUTS * form.inputs // form.scaled
+    scale, minimum = halves(0), halves(2 * OUTPUTS) if fmt.has_minima else 0
+    if fmt.is_k:
+        scale = scale * octets(fmt.first, np.int8 if fmt.is_signed else np.uint8)
+        if fmt.has_minima:
+            after = fmt.first + OUTPUTS * fmt.inputs // fmt.scaled
             minimum = -minimum * octets(after, np.uint8)
     # [blocks, units, groups, vectors, 16, 4], of which 4 or 8 vectors have the lowest bits.
-    values = data[..., form.head :].reshape(blocks, units, -1, form.bits, OUTPUTS, 4)
-    if form.bits < 8:
+    values = data[..., fmt.head :].reshape(blocks, units, -1, fmt.bits, OUTPUTS, 4)
+    if fmt.bits < 8:
         low, high = values[..., :4, :, :], values[..., 4:, :, :]
         values = xp.concatenate([low & 15, low >> 4], -3)
-        if form.bits == 5:
+        if fmt.bits == 5:
             shifts = np.arange(8, dtype=np.uint8)[:, None, None]
             values = values | ((high >> shifts) & 1) << 4
-        if form.bits == 6:
+        if fmt.bits == 6:
             shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None, None]
             parts = [((high[..., i : i + 1, :, :] >> shifts) & 3) << 4 for i in (0, 1)]
             values = values | xp.concatenate(parts, -3)
     values = values.swapaxes(-3, -2).reshape(blocks, units, -1, OUTPUTS, GROUP)
-    values = values.astype(np.float32) - form.offset
-    if form.scaled < GROUP:  # [blocks, units, scales, 16, scaled]
-        values = values.reshape(blocks, units, -1, OUTPUTS, GROUP // form.scaled, form.scaled)
-        values = values.swapaxes(-3, -2).reshape(blocks, units, -1, OUTPUTS, form.scaled)
+    values = values.astype(np.float32) - fmt.offset
+    if fmt.scaled < GROUP:  # [blocks, units, scales, 16, scaled]
+        values = values.reshape(blocks, units, -1, OUTPUTS, GROUP // fmt.scaled, fmt.scaled)
+        values = values.swapaxes(-3, -2).reshape(blocks, units, -1, OUTPUTS, fmt.scaled)
     wide = values * scale + minimum
     wide = wide.transpose(0, 3, 1, 2, 4).reshape(*matrix.outputs, -1)
     return wide

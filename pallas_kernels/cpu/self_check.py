@@ -57,10 +57,10 @@ def _check_packed() -> str | None:
     x = random.standard_normal((9, 512)).astype(np.float32)
     integers, scales = packed.round_activations(x)
     rounded = integers * np.repeat(scales, packed.GROUP, 1).astype(float)
-    for name, form in packed.FORMATS.items():
-        data = random.integers(0, 256, form.shape(32, 512), np.uint8)
-        halves = random.uniform(-0.02, 0.02, (*data.shape[:2], form.first // 2)).astype(np.float16)
-        data[..., : form.first] = halves.view(np.uint8)
+    for name, fmt in packed.FORMATS.items():
+        data = random.integers(0, 256, fmt.shape(32, 512), np.uint8)
+        halves = random.uniform(-0.02, 0.02, (*data.shape[:2], fmt.first // 2)).astype(np.float16)
+        data[..., : fmt.first] = halves.view(np.uint8)
         weight = packed.dequantize(packed.Packed(data, name, (32,)), np).astype(float)
         matrix = packed.Packed(jnp.asarray(data), name, (32,))
         (actual,) = packed.products(jnp.asarray(x), [matrix], 1, jnp.float32)

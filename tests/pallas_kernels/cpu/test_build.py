@@ -317,7 +317,7 @@ def test_the_self_check_finds_a_wrong_packed_product(monkeypatch):
 
     def wrong(x, matrices, *options):
         (out,) = right(x, matrices, *options)
-        return [out.at[0, 0].multiply(1.001)] if matrices[0].form == "Q6_K" else [out]
+        return [out.at[0, 0].multiply(1.001)] if matrices[0].weight_format == "Q6_K" else [out]
 
     monkeypatch.setattr(self_check.packed, "products", wrong)
     assert self_check._check_packed() == (

@@ -157,7 +157,7 @@ def products(x, *matrices, dtype=jnp.float32):
 def test_matrices_of_several_formats_share_a_call_and_axes_are_kept():
     forms = "Q4_K", "Q6_K", "Q8_0"
     matrices = [matrix_of(form, stored(form, 32)) for form in forms]
-    shaped = [Packed(m.data, m.form, (2, 16)) for m in matrices]
+    shaped = [Packed(m.data, m.weight_format, (2, 16)) for m in matrices]
     x = np.random.default_rng(3).standard_normal((2, 3, INPUTS))
     for found, matrix in zip(products(x, *shaped), matrices, strict=True):
         assert found.shape == (2, 3, 2, 16)
