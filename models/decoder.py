@@ -128,17 +128,17 @@ class Attention(nn.Module):
         if not self.shares:
             k, *others = others
             v, *others = (k, *others) if c.values_are_keys else others
+        head_norm_options: Any = dict(
+            size=c.head_dim, eps=c.norm_eps, dtype=self.dtype, axis=HEAD_DIM, backend=self.backend
+        )
         if c.joint_qk_norm:
             q = self._norm_of_all_heads("q_norm", q, HEADS, self.split.axes)
             k = self._norm_of_all_heads("k_norm", k, KV_HEADS, self.split.kv_axes)
         elif c.qk_norm:
-            settings = c.head_dim, c.norm_eps, self.dtype, HEAD_DIM, self.backend
-            norm = NORMS[c.norm]
-            q = norm(*settings, name="q_norm")(q)
-            k = k if self.shares else norm(*settings, name="k_norm")(k)
+            q = NORMS[c.norm](**head_norm_options, name="q_norm")(q)
+            k = k if self.shares else NORMS[c.norm](**head_norm_options, name="k_norm")(k)
         if c.value_norm and not self.shares:
-            settings = c.head_dim, c.norm_eps, self.dtype, HEAD_DIM, self.backend
-            v = RMSNorm(*settings, use_scale=False, name="v_norm")(v)
+            v = RMSNorm(**head_norm_options, use_scale=False, name="v_norm")(v)
         if c.clip_qkv is not None:
             q, k, v = (jnp.clip(x, -c.clip_qkv, c.clip_qkv) for x in (q, k, v))
         if isinstance(c.positions, Rope) and rotation != UNROTATED:
@@ -165,9 +165,17 @@ class Attention(nn.Module):
         return out, aux
 
     def _norm_of_all_heads(self, name, x, axis, axis_names):
-        c, flat = self.config, x.reshape(*x.shape[:-2], -1)
-        settings = flat.shape[-1], c.norm_eps, self.dtype, axis, self.backend
-        return RMSNorm(*settings, axis_names=axis_names, name=name)(flat).reshape(x.shape)
+        flat = x.reshape(*x.shape[:-2], -1)
+        norm = RMSNorm(
+            size=flat.shape[-1],
+            eps=self.config.norm_eps,
+            dtype=self.dtype,
+            axis=axis,
+            backend=self.backend,
+            axis_names=axis_names,
+            name=name,
+        )
+        return norm(flat).reshape(x.shape)
 
 
 class FeedForward(nn.Module):
@@ -211,42 +219,63 @@ class MixtureOfExperts(nn.Module):
         c = self.config
         assert c.num_experts is not None
         options: Any = dict(dtype=self.dtype, backend=self.backend)
-        embed, unit = (c.hidden_size, EMBED), (c.intermediate_size, None)
-        local = (c.num_experts // self.split.shards, EXPERTS)
-        logits_of = functools.partial(Projection, (embed,), ((c.num_experts, None),), c.router_bias)
-        router = logits_of(name="router", **options)
+        embed, hidden = (c.hidden_size, EMBED), (c.intermediate_size, None)
+        local_experts = (c.num_experts // self.split.shards, EXPERTS)
+        router = Projection(
+            (embed,), ((c.num_experts, None),), c.router_bias, name="router", **options
+        )
 
         def projection(inputs, outputs, name):
             weights = self.weights.of(name)
             return Projection(inputs, outputs, c.mlp_bias, name=name, weights=weights, **options)
 
-        into = [projection((embed,), (local, unit), name) for name in ("gate", "up")[not c.gated :]]
-        out_of = projection((unit,), (local, embed), "down")
-        norms = c.hidden_size, c.norm_eps, self.dtype, EMBED, self.backend
+        names = ("gate", "up")[not c.gated :]
+        up_projections = [projection((embed,), (local_experts, hidden), name) for name in names]
+        down_projection = projection((hidden,), (local_experts, embed), "down")
+        norm_options: Any = dict(
+            size=c.hidden_size, eps=c.norm_eps, dtype=self.dtype, axis=EMBED, backend=self.backend
+        )
         rows = routed = x.reshape(-1, x.shape[-1])
         if c.parallel_experts:
             before_norm = before_norm.reshape(rows.shape)
-            rows = NORMS[c.norm](*norms, name="experts_norm")(before_norm)
-            routed = RMSNorm(*norms, use_scale=False, name="router_norm")(before_norm)
+            rows = NORMS[c.norm](**norm_options, name="experts_norm")(before_norm)
+            routed = RMSNorm(**norm_options, use_scale=False, name="router_norm")(before_norm)
             ones = nn.with_logical_partitioning(nn.initializers.ones, (EMBED,))
             scale = self.param("router_scale", ones, (c.hidden_size,), self.dtype)
             routed = scaled(routed * scale, c.hidden_size**-0.5)
-        chosen = experts.choose(router(routed), c.experts_per_token, c.normalize_experts)
+        chosen, expert_weights = experts.choose(
+            router(routed), c.experts_per_token, c.normalize_experts
+        )
         if c.parallel_experts:
             ones = nn.with_logical_partitioning(nn.initializers.ones, (None,))
             factors = self.param("expert_scale", ones, (c.num_experts,), self.dtype)
-            chosen = chosen[0], chosen[1] * factors[chosen[0]]
-        first = collectives.axis_index(self.split.axes) * local[0] if self.split.axes else 0
-        out = experts.run_experts(rows, *chosen, into, c.activate, out_of, c.num_experts, first)
+            expert_weights = expert_weights * factors[chosen]
+        shard = collectives.axis_index(self.split.axes) if self.split.axes else 0
+        out = experts.run_experts(
+            rows,
+            chosen,
+            expert_weights,
+            up_projections,
+            c.activate,
+            down_projection,
+            c.num_experts,
+            first_expert=shard * local_experts[0],
+        )
         out = collectives.psum(out.astype(x.dtype), self.split.axes).reshape(x.shape)
         if c.shared_expert_size is None:
             return out
-        own = dataclasses.replace(c, intermediate_size=c.shared_expert_size)
-        weights = self.weights.within("shared")
-        shared = FeedForward(own, self.dtype, self.split, weights, self.backend, name="shared")(x)
+        shared_expert = FeedForward(
+            config=dataclasses.replace(c, intermediate_size=c.shared_expert_size),
+            dtype=self.dtype,
+            split=self.split,
+            weights=self.weights.within("shared"),
+            backend=self.backend,
+            name="shared",
+        )
+        shared = shared_expert(x)
         if c.parallel_experts:
-            out = NORMS[c.norm](*norms, name="experts_output_norm")(out)
-            return out + NORMS[c.norm](*norms, name="shared_output_norm")(shared)
+            out = NORMS[c.norm](**norm_options, name="experts_output_norm")(out)
+            return out + NORMS[c.norm](**norm_options, name="shared_output_norm")(shared)
         gate = Projection((embed,), ((1, None),), False, name="shared_gate", **options)(x)
         return out + nn.sigmoid(gate) * shared
 
@@ -268,7 +297,7 @@ class Block(nn.Module):
     shares: bool = False
 
     @nn.compact
-    def __call__(self, x, positions, attend: LayerAttend, rotation: int, own_input=None):
+    def __call__(self, x, positions, attend: LayerAttend, rotation: int, per_layer_input=None):
         c = self.config
 
         def norm(name):
@@ -276,19 +305,25 @@ class Block(nn.Module):
                 c.hidden_size, c.norm_eps, self.dtype, EMBED, self.backend, name=name
             )
 
-        def part(kind: type[nn.Module], name: str) -> nn.Module:
-            weights = self.weights.within(name)
-            return kind(c, self.dtype, self.split, weights, self.backend, name=name)
+        def submodule(module_class: type[nn.Module], name: str, **fields: Any) -> nn.Module:
+            return module_class(
+                config=c,
+                dtype=self.dtype,
+                split=self.split,
+                weights=self.weights.within(name),
+                backend=self.backend,
+                name=name,
+                **fields,
+            )
 
         def mixer() -> Callable[..., tuple[Array, Any]]:
             if not self.linear:
-                own = c, self.dtype, self.split, self.weights.within("attention"), self.backend
-                return Attention(*own, self.shares, name="attention")
-            delta_net = part(GatedDeltaNet, "delta_net")
+                return submodule(Attention, "attention", shares=self.shares)
+            delta_net = submodule(GatedDeltaNet, "delta_net")
             return lambda x, positions, attend, rotation: delta_net(x, attend)
 
         attention = mixer()
-        mlp = part(FeedForward if c.num_experts is None else MixtureOfExperts, "mlp")
+        mlp = submodule(FeedForward if c.num_experts is None else MixtureOfExperts, "mlp")
 
         def weighted(out, name=""):
             out = norm(name)(out) if name and c.norm_after else out
@@ -313,7 +348,9 @@ class Block(nn.Module):
             gate = ACTIVATIONS[c.activation](
                 Projection(embed, inner, name="input_gate", **options)(x)
             )
-            out = Projection(inner, embed, name="input_projection", **options)(gate * own_input)
+            out = Projection(inner, embed, name="input_projection", **options)(
+                gate * per_layer_input
+            )
             x = x + norm("input_norm")(out)
         if c.layer_scalars:
             ones = nn.with_logical_partitioning(nn.initializers.ones, (None,))
@@ -326,12 +363,16 @@ def layer_module(module: nn.Module, layer: int = 0) -> Block:
 
     Its parameters are `params["params"]["layers_<i>"]`.
     """
-    weights = module.weights.within(f"{BLOCK}{layer}")
-    linear = module.config.linear[layer]
-    config = module.config.of_layer(layer)
-    shares = module.config.kv_sources[layer] is not None
-    own = config, module.dtype, module.split, weights, module.backend, linear, shares
-    return Block(*own, parent=None)
+    return Block(
+        config=module.config.of_layer(layer),
+        dtype=module.dtype,
+        split=module.split,
+        weights=module.weights.within(f"{BLOCK}{layer}"),
+        backend=module.backend,
+        linear=module.config.linear[layer],
+        shares=module.config.kv_sources[layer] is not None,
+        parent=None,
+    )
 
 
 def layer_kinds(module: nn.Module) -> list[list[int]]:
@@ -345,7 +386,8 @@ def layer_kinds(module: nn.Module) -> list[list[int]]:
 def output_matrix(module: nn.Module, params: dict[str, Any]) -> Array | Packed:
     """Returns the matrix [V, E] that gives the logits of a decoder."""
     name = "embedding" if module.config.tie_embeddings else "unembedding"
-    matrix, weight_format = params["params"][name], formats_of(module).of(name)
+    matrix = params["params"][name]
+    weight_format = formats_of(module).of(name)
     if not isinstance(weight_format, str):
         return matrix
     return Packed(matrix, weight_format, (OUTPUTS * matrix.shape[0],))
@@ -359,13 +401,13 @@ def apply_block(
     positions: Int[Array, "B T"],
     attend: LayerAttend,
     rotation: int,
-    own_input: Float[Array, "B T P"] | None = None,
+    per_layer_input: Float[Array, "B T P"] | None = None,
 ) -> tuple[Float[Array, "B T E"], Any]:
     """Returns the output of a layer with these parameters, and `attend`'s auxiliary output.
 
     JAX traces and lowers layers with equal modules and shapes once. XLA inlines the calls.
     """
-    return block.apply({"params": params}, x, positions, attend, rotation, own_input)
+    return block.apply({"params": params}, x, positions, attend, rotation, per_layer_input)
 
 
 class Transformer(nn.Module):
@@ -445,7 +487,8 @@ class Transformer(nn.Module):
             stands for the last layer's output.
         """
         x, aux, inputs = self.embed(tokens, positions), [], {}
-        own, sources = self.layer_inputs(tokens, x), self.config.kv_sources
+        per_layer_inputs = self.layer_inputs(tokens, x)
+        sources = self.config.kv_sources
         kept = dict[int, tuple]()
         for layer, source in enumerate(sources):
             inputs[layer], attention = x, attend(layer)
@@ -453,8 +496,8 @@ class Transformer(nn.Module):
                 attention = Partial(share_entries, attention, kept[source])
             elif layer in sources:
                 attention = Partial(keep_entries, attention)
-            own_input = None if own is None else own[:, :, layer]
-            x, layer_aux = self._run_block(x, positions, attention, layer, own_input)
+            per_layer_input = None if per_layer_inputs is None else per_layer_inputs[:, :, layer]
+            x, layer_aux = self._run_block(x, positions, attention, layer, per_layer_input)
             if layer in sources:
                 layer_aux, kept[layer] = layer_aux
             aux.append(layer_aux)
@@ -499,9 +542,9 @@ class Transformer(nn.Module):
             return None
         context = self.layer_projection(x)
         context = self.layer_input_norm(scaled(context, c.hidden_size**-0.5))
-        own = embedding_lookup(self.layer_embedding, tokens, self.split)
-        own = own * jnp.asarray(c.layer_input_size**0.5, own.dtype)
-        return scaled(context + own.reshape(context.shape), 2**-0.5)
+        token_inputs = embedding_lookup(self.layer_embedding, tokens, self.split)
+        token_inputs = token_inputs * jnp.asarray(c.layer_input_size**0.5, token_inputs.dtype)
+        return scaled(context + token_inputs.reshape(context.shape), 2**-0.5)
 
     def block(
         self, x: Float[Array, "B T E"], positions: Int[Array, "B T"], attend: Attend, layer: int
@@ -513,9 +556,9 @@ class Transformer(nn.Module):
         return self._run_block(x, positions, attend(layer), layer, None)
 
     def _run_block(
-        self, x: Array, positions: Array, attention: LayerAttend, layer: int, own_input: Any
+        self, x: Array, positions: Array, attention: LayerAttend, layer: int, per_layer_input: Any
     ) -> tuple[Array, Any]:
-        arguments = x, positions, attention, self.config.rotations[layer], own_input
+        arguments = x, positions, attention, self.config.rotations[layer], per_layer_input
         if self.is_initializing():
             return self.layers[layer](*arguments)
         params = self.get_variable("params", f"{BLOCK}{layer}")

@@ -156,8 +156,13 @@ class EagleHead(nn.Module):
             self.joined_norm = norm(fused)
         if c.fc_norm:
             self.hidden_norms = [norm(c.target_hidden_size) for _ in range(c.num_features)]
-        sizes = ((fused, None),), ((c.hidden_size, EMBED),)
-        self.fc = Projection(*sizes, use_bias=False, dtype=self.dtype, backend=self.backend)
+        self.fc = Projection(
+            inputs=((fused, None),),
+            outputs=((c.hidden_size, EMBED),),
+            use_bias=False,
+            dtype=self.dtype,
+            backend=self.backend,
+        )
         self.layers: list[Any] = [EagleLayer(c, self.dtype, self.backend)]
         self.norm = norm(c.hidden_size)
         init = nn.with_logical_partitioning(nn.initializers.normal(0.02), (VOCAB, EMBED))

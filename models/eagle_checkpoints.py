@@ -75,10 +75,10 @@ def read_config(
       ValueError: a head of several layers, or whose matrix reads other hidden states than those of
         the config; missing keys, values of another type, or unsupported ones.
     """
-    own = _own_settings(raw)
-    own = _own_settings(own.get("eagle_config", {})) | own
-    layer = own.get("transformer_layer_config", raw)
-    entries = {"num_hidden_layers": layer.get("num_hidden_layers")} | own
+    head_settings = _head_settings(raw)
+    head_settings = _head_settings(head_settings.get("eagle_config", {})) | head_settings
+    layer = head_settings.get("transformer_layer_config", raw)
+    entries = {"num_hidden_layers": layer.get("num_hidden_layers")} | head_settings
     for key, value in {"num_hidden_layers": 1, **_FIXED}.items():
         if entries.get(key) not in (None, value):
             raise ValueError(
@@ -92,23 +92,23 @@ def read_config(
     }
     llama |= {"model_type": "llama", "tie_word_embeddings": False}
     config = read_layer(llama)
-    settings: Any = {name: own.get(name, False) for name in _NORMS}
-    vocab = own.get("draft_vocab_size", config.vocab_size)
+    settings: Any = {name: head_settings.get(name, False) for name in _NORMS}
+    vocab = head_settings.get("draft_vocab_size", config.vocab_size)
     fields: dict[str, Any] = {
         f.name: getattr(config, f.name) for f in dataclasses.fields(DecoderConfig)
     }
     fields["draft_vocab_size"] = None if vocab == config.vocab_size else vocab
     head = EagleConfig(
         **fields,
-        target_hidden_size=own.get(_TARGET_WIDTH, config.hidden_size),
-        layer_inputs=_layer_inputs(own.get(_LAYER_IDS)),
-        acceptance=own.get(_ACCEPTANCE),
+        target_hidden_size=head_settings.get(_TARGET_WIDTH, config.hidden_size),
+        layer_inputs=_layer_inputs(head_settings.get(_LAYER_IDS)),
+        acceptance=head_settings.get(_ACCEPTANCE),
         own_embedding=EMBEDDING in tensors,
         own_unembedding=UNEMBEDDING in tensors if tensors else True,
         **settings,
     )
     if FC in tensors:
-        _check_features(head, tensors[FC].shape[-1], own.get(_LAYER_IDS))
+        _check_features(head, tensors[FC].shape[-1], head_settings.get(_LAYER_IDS))
     return head
 
 
@@ -131,18 +131,18 @@ def _check_features(config: EagleConfig, columns: int, ids: Sequence[int] | None
         )
 
 
-def _own_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _head_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of a head that are not null.
 
     Raises:
       ValueError: a value is not of its key's type.
     """
-    own = {key: raw[key] for key in _TYPES if raw.get(key) is not None}
-    for key, value in own.items():
+    settings = {key: raw[key] for key in _TYPES if raw.get(key) is not None}
+    for key, value in settings.items():
         check_type(key, value, _TYPES[key])
-    for i in own.get(_LAYER_IDS, ()):
+    for i in settings.get(_LAYER_IDS, ()):
         check_type(f"a layer of {_LAYER_IDS}", i, int)
-    return own
+    return settings
 
 
 def _layer_inputs(ids: Sequence[int] | None) -> tuple[int, ...] | None:
@@ -263,12 +263,12 @@ def tensors_of(config: DecoderConfig) -> tuple[Tensor, ...]:
         "input_layernorm": "embedding_norm",
         "post_attention_layernorm": "mlp_norm",
     }
-    tensors += [_norm(LAYER + name, (*layer, own)) for name, own in names.items()]
-    for part in "qkv":
-        tensors += _linear(f"self_attn.{part}_proj", (*layer, part), 1, config.qkv_bias)
+    tensors += [_norm(LAYER + name, (*layer, module)) for name, module in names.items()]
+    for module in "qkv":
+        tensors += _linear(f"self_attn.{module}_proj", (*layer, module), 1, config.qkv_bias)
     tensors += _linear("self_attn.o_proj", (*layer, "out"), 2, config.out_bias)
-    for part in ("gate",) * config.gated + ("up", "down"):
-        tensors += _linear(f"mlp.{part}_proj", (*layer, "mlp", part), 1, config.mlp_bias)
+    for module in ("gate",) * config.gated + ("up", "down"):
+        tensors += _linear(f"mlp.{module}_proj", (*layer, "mlp", module), 1, config.mlp_bias)
     tensors.append(_norm("norm", ("norm",)))
     if config.own_unembedding:
         tensors.append(Tensor(UNEMBEDDING, ("unembedding",)))

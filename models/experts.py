@@ -81,9 +81,9 @@ def run_experts(
     x: Float[Array, "N E"],
     experts: Int[Array, "N k"],
     weights: Float[Array, "N k"],
-    into: Sequence[Projection],
+    up_projections: Sequence[Projection],
     activate: Callable[..., Array],
-    out_of: Projection,
+    down_projection: Projection,
     num_experts: int,
     first_expert: Int[Array, ""] | int = 0,
 ) -> Float[Array, "N E"]:
@@ -92,29 +92,29 @@ def run_experts(
     Args:
       x: tokens.
       experts, weights: the experts of each token and their weights.
-      into: the first linear maps, with the experts as first axis of their outputs.
-      activate: returns the hidden units, given the results of `into`.
-      out_of: the last linear map, likewise.
+      up_projections: the first linear maps, with the experts as first axis of their outputs.
+      activate: returns the hidden units, given the results of `up_projections`.
+      down_projection: the last linear map, likewise.
       num_experts: X, on all devices.
       first_expert: the number of this device's first expert.
     """
     tokens, count = experts.shape
-    first_maps, last_map = [_Map.of(each) for each in into], _Map.of(out_of)
+    up_maps, down_map = [_Map.of(each) for each in up_projections], _Map.of(down_projection)
     size = block_size(tokens, tokens * count / num_experts)
-    local_experts = last_map.matrix.weight.shape[0]
+    local_experts = down_map.matrix.weight.shape[0]
     blocks = blocks_of(experts.reshape(-1) - first_expert, local_experts, size)
     flat_weights = weights.reshape(-1)
 
     def run(i, total):
         expert = jnp.searchsorted(blocks.ends, i, side="right").astype(jnp.int32)
         begun = blocks.ends[expert] - (-(-blocks.counts[expert] // size))  # block of the first pair
-        place = (i - begun) * size + jnp.arange(size)
-        is_pair = place < blocks.counts[expert]
-        pair = blocks.pairs[jnp.minimum(blocks.first[expert] + place, tokens * count - 1)]
+        position = (i - begun) * size + jnp.arange(size)
+        is_pair = position < blocks.counts[expert]
+        pair = blocks.pairs[jnp.minimum(blocks.first[expert] + position, tokens * count - 1)]
         token = jnp.where(is_pair, pair // count, tokens)  # out of bounds: dropped
         rows = jnp.take(x, token, axis=0, mode="fill", fill_value=0)
-        hidden = activate(*_project(rows, first_maps, expert))
-        (out,) = _project(hidden, [last_map], expert)
+        hidden = activate(*_project(rows, up_maps, expert))
+        (out,) = _project(hidden, [down_map], expert)
         out = out.astype(total.dtype) * flat_weights[pair][:, None]
         return total.at[token].add(out, mode="drop")
 

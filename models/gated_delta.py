@@ -150,8 +150,9 @@ class GatedDeltaNet(nn.Module):
             options |= dict(weights=self.weights.of(name), backend=self.backend)
             return Projection(inputs, outputs, False, self.dtype, name=name, **options)
 
-        made = project(x, *(projection(embed, of, name) for name, of in outputs.items()))
-        q, k, v, z, b, a = made
+        q, k, v, z, b, a = project(
+            x, *(projection(embed, axes, name) for name, axes in outputs.items())
+        )
         mixed = s.channels_of(*(y.reshape(*y.shape[:2], -1) for y in (q, k, v)))
         wide = jnp.promote_types(self.dtype, jnp.float32)
         log_rate = self._vector("log_rate", nn.initializers.zeros, value_heads[:1])
@@ -184,9 +185,11 @@ class GatedDeltaNet(nn.Module):
         axes = (s.channels, None), (1, None), (s.conv_width, None)
         whole = self._vector("conv", nn.initializers.normal(0.5), axes)[:, 0].T
         keys = s.key_heads * s.key_dim
-        parts = jnp.split(whole, (keys, 2 * keys), -1)
-        own = [collectives.local_slice(part, (), self.split.axes) for part in parts]
-        return s.part(self.split.shards).channels_of(*own).T
+        q, k, v = (
+            collectives.local_slice(channels, (), self.split.axes)
+            for channels in jnp.split(whole, (keys, 2 * keys), -1)
+        )
+        return s.part(self.split.shards).channels_of(q, k, v).T
 
     def _vector(self, name: str, init: Any, axes: tuple[tuple[int, str | None], ...]) -> Array:
         shape, names = zip(*axes, strict=True)

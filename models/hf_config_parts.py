@@ -312,8 +312,7 @@ def _nested_ropes(
     }
 
     def parse(key, kind, value):
-        own = outside | {"rope_theta": thetas[kind]}
-        return _parse_rope(reader, key, value or {}, own)
+        return _parse_rope(reader, key, value or {}, outside | {"rope_theta": thetas[kind]})
 
     full, windowed = (
         parse(f"rope_parameters of {kind}", kind, nested.get(kind)) for kind in (FULL, SLIDING)
@@ -338,18 +337,20 @@ def _read_windowed_layers(reader: ConfigReader, settings: Settings) -> Settings:
 def _read_full_heads(reader: ConfigReader, settings: Settings) -> Settings:
     """Returns the heads of layers without a window, in either spelling (Gemma 4)."""
     kv_heads = reader.get("num_global_key_value_heads")
-    own: Mapping[str, Any] = {
+    full_heads: Mapping[str, Any] = {
         "head_dim": reader.get("global_head_dim"),
         "num_key_value_heads": kv_heads if settings["values_are_keys"] else None,
     }
     if by_layer := reader.get("per_layer_config", {}):  # as transformers writes it
-        own, full = next(iter(by_layer.values())), settings["full_layers"]
-        if by_layer != {str(layer): own for layer in full} or not {*own} <= {*FULL_HEAD_KEYS}:
+        full_heads, full = next(iter(by_layer.values())), settings["full_layers"]
+        if by_layer != {str(layer): full_heads for layer in full} or not {*full_heads} <= {
+            *FULL_HEAD_KEYS
+        }:
             raise ValueError(
                 f"per_layer_config={by_layer} is not supported: it must have {FULL_HEAD_KEYS} of "
                 f"the layers {full} without a window, equal in all of them"
             )
-    size, kv_heads = (own.get(key) for key in FULL_HEAD_KEYS)
+    size, kv_heads = (full_heads.get(key) for key in FULL_HEAD_KEYS)
     return {
         "full_head_dim": None if size == settings["head_dim"] else size,
         "full_kv_heads": None if kv_heads == settings["num_kv_heads"] else kv_heads,
@@ -368,17 +369,19 @@ def _read_layer_inputs(reader: ConfigReader, settings: Settings) -> Settings:
 
 def _read_parallel_experts(reader: ConfigReader, settings: Settings) -> Settings:
     """Returns the mixture beside an MLP, which is its shared expert (Gemma 4)."""
-    keys = "moe_intermediate_size", "num_experts", "top_k_experts"
     has_experts = reader.get("enable_moe_block", False)
-    unit, count, chosen = (reader.need(key) if has_experts else reader.get(key) for key in keys)
+    read = reader.need if has_experts else reader.get
+    intermediate_size = read("moe_intermediate_size")
+    num_experts = read("num_experts")
+    experts_per_token = read("top_k_experts")
     if not has_experts:
         return {}
     return {
         "parallel_experts": True,
         "shared_expert_size": settings["intermediate_size"],
-        "intermediate_size": unit,
-        "num_experts": count,
-        "experts_per_token": chosen,
+        "intermediate_size": intermediate_size,
+        "num_experts": num_experts,
+        "experts_per_token": experts_per_token,
     }
 
 

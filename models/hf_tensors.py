@@ -78,9 +78,9 @@ def separate_experts(stored: dict[str, Stored]) -> dict[str, Stored]:
         size = outputs // len(parts)
         for expert in range(count):
             for i, kind in enumerate(parts):
-                rows = expert, i * size, (i + 1) * size
-                own = dataclasses.replace(where, shape=(size, inputs), rows=rows)
-                separate[f"{module}.experts.{expert}.{kind}_proj.weight"] = own
+                separate[f"{module}.experts.{expert}.{kind}_proj.weight"] = dataclasses.replace(
+                    where, shape=(size, inputs), rows=(expert, i * size, (i + 1) * size)
+                )
     return separate
 
 
@@ -429,8 +429,9 @@ def _mlp(c: DecoderConfig, name: dict[str, str], mlp: tuple[str, ...]) -> list[T
                 tensors += linear(name[part].format(i), (*mlp, part), 1, c.mlp_bias, expert=i)
         if c.shared_expert_size is not None:
             for part in ("gate",) * c.gated + ("up", "down"):
-                own = name["shared"].format(part), (*mlp, "shared", part)
-                tensors += linear(*own, 1, c.mlp_bias)
+                tensors += linear(
+                    name["shared"].format(part), (*mlp, "shared", part), 1, c.mlp_bias
+                )
             tensors += linear(name["shared_gate"], (*mlp, "shared_gate"), 1, False)
         return tensors
     if "gate_up" in name:

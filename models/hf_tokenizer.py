@@ -14,7 +14,10 @@ SETTINGS = "tokenizer_config.json"
 OTHERS = (SETTINGS, "tokenizer.model", "merges.txt")  # of directories without `JSON`
 # Settings of `JSON`'s tokenizer; those of the class that `SETTINGS` names are ignored.
 PASSED = (
-    *("model_max_length", "model_input_names", "padding_side", "truncation_side"),
+    "model_max_length",
+    "model_input_names",
+    "padding_side",
+    "truncation_side",
     "split_special_tokens",
 )
 
@@ -124,8 +127,8 @@ def _added_tokens(path: pathlib.Path, settings: dict[str, Any]) -> dict[int, Any
 
 def _missing(path: pathlib.Path, listed: dict[int, Any]) -> dict[int, Any]:
     """Returns the listed tokens that are no added tokens of tokenizer.json."""
-    own = _backend(path / JSON).get_added_tokens_decoder().values()
-    known = {token.content for token in own}
+    tokens = _backend(path / JSON).get_added_tokens_decoder()
+    known = {token.content for token in tokens.values()}
     return {i: token for i, token in sorted(listed.items()) if token.content not in known}
 
 

@@ -50,18 +50,18 @@ def products(
         matrices have no experts.
     """
     dtype = x.dtype if dtype is None else dtype
-    kinds = [_kind(matrix) for matrix in matrices]
+    keys = [_group_key(matrix) for matrix in matrices]
     products_of = dict[Any, Iterator[Array]]()
-    for kind in dict.fromkeys(kinds):  # a call for each
-        some: list[Any] = [matrix for matrix, own in zip(matrices, kinds) if own == kind]
-        if kind is None:
-            products_of[kind] = iter(_packed_products(x, some, inputs, backend, dtype))
+    for key in dict.fromkeys(keys):  # a call for each
+        group: list[Any] = [matrix for matrix in matrices if _group_key(matrix) == key]
+        if key is None:
+            products_of[key] = iter(_packed_products(x, group, inputs, backend, dtype))
         else:
-            products_of[kind] = iter(_products(x, some, inputs, backend, dtype, expert))
-    return [next(products_of[kind]) for kind in kinds]
+            products_of[key] = iter(_products(x, group, inputs, backend, dtype, expert))
+    return [next(products_of[key]) for key in keys]
 
 
-def _kind(matrix: Matrix | Packed) -> Any:
+def _group_key(matrix: Matrix | Packed) -> Any:
     """Returns what matrices of one call have in common: the dtype of values; None: packed."""
     return None if isinstance(matrix, Packed) else (matrix.weight.dtype, matrix.scale is None)
 
@@ -154,11 +154,11 @@ def packed_param(
 
 def _of_expert(matrix: Matrix, expert: Int[Array, ""]) -> Matrix:
     """Returns the matrix of one expert."""
-    weight, scale, zero = matrix
-    parts = [
-        x if x is None else jax.lax.dynamic_index_in_dim(x, expert, 1, False) for x in (scale, zero)
-    ]
-    return Matrix(jax.lax.dynamic_index_in_dim(weight, expert, 0, False), *parts)
+
+    def select(x: Array | None, axis: int) -> Any:
+        return None if x is None else jax.lax.dynamic_index_in_dim(x, expert, axis, False)
+
+    return Matrix(select(matrix.weight, 0), select(matrix.scale, 1), select(matrix.zero, 1))
 
 
 def mean(x: Float[Array, "*B E"], backend: str | None = None) -> Float[Array, "*B 1"]:
@@ -247,12 +247,17 @@ class Projection(nn.Module):
 
     def _matrix(self) -> Matrix | Packed:
         """Returns the parameters of the matrix, at first random."""
-        weight_format, n, axes = self.weights, len(self.outputs), self.outputs + self.inputs
+        weight_format, axes = self.weights, self.outputs + self.inputs
         if isinstance(weight_format, str):
             return packed_param(self, "weight", weight_format, self.outputs, self.inputs)
         if weight_format is None:
+            first_input = len(self.outputs)
             init = nn.initializers.variance_scaling(
-                1.0, "fan_in", "normal", in_axis=range(n, len(axes)), out_axis=range(n)
+                1.0,
+                "fan_in",
+                "normal",
+                in_axis=range(first_input, len(axes)),
+                out_axis=range(first_input),
             )
             return Matrix(self._param("weight", init, axes, self.dtype))
         inputs = math.prod(size for size, _ in self.inputs)

@@ -80,13 +80,24 @@ class MtpHead(EagleHead):
 
     def setup(self):
         c = self.config
-        settings = c.hidden_size, c.norm_eps, self.dtype, EMBED, self.backend
-        norm = functools.partial(NORMS[c.norm], *settings)
+        norm = functools.partial(
+            NORMS[c.norm],
+            size=c.hidden_size,
+            eps=c.norm_eps,
+            dtype=self.dtype,
+            axis=EMBED,
+            backend=self.backend,
+        )
         self.target_norm, self.embedding_norm, self.feature_norm, self.norm = (
             norm() for _ in range(4)
         )
-        sizes = ((2 * c.hidden_size, None),), ((c.hidden_size, EMBED),)
-        self.fc = Projection(*sizes, use_bias=False, dtype=self.dtype, backend=self.backend)
+        self.fc = Projection(
+            inputs=((2 * c.hidden_size, None),),
+            outputs=((c.hidden_size, EMBED),),
+            use_bias=False,
+            dtype=self.dtype,
+            backend=self.backend,
+        )
         self.layers = [Block(c.layer, self.dtype, backend=self.backend)]
         if c.own_unembedding:
             init = nn.with_logical_partitioning(nn.initializers.normal(0.02), (VOCAB, EMBED))

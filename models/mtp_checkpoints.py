@@ -69,8 +69,8 @@ def of_model(config: DecoderConfig, stored: Mapping[str, Stored]) -> dict[str, S
     """Returns the tensors of a head, or of the target beside it, given those of both by name."""
     if not isinstance(config, MtpConfig):
         return {name: where for name, where in stored.items() if not name.startswith(PREFIX)}
-    own = PREFIX, f"{FAMILIES[config.family].names['norm']}."
-    return {name: where for name, where in stored.items() if name.startswith(own)}
+    prefixes = PREFIX, f"{FAMILIES[config.family].names['norm']}."
+    return {name: where for name, where in stored.items() if name.startswith(prefixes)}
 
 
 def write_config(layer: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,6 +90,6 @@ def tensors_of(config: MtpConfig) -> tuple[Tensor, ...]:
         if tensor.path[0] == "layers_0":
             name = tensor.name.replace(f"{names['layer']}.", f"{PREFIX}layers.", 1)
             tensors.append(dataclasses.replace(tensor, name=name))
-    for name, own in _NORMS.items():
-        tensors.append(Tensor(f"{PREFIX}{name}.weight", (own, "scale"), flat=True))
+    for name, module in _NORMS.items():
+        tensors.append(Tensor(f"{PREFIX}{name}.weight", (module, "scale"), flat=True))
     return tuple(tensors)

@@ -34,8 +34,16 @@ def _llama_3(
     hidden: int, intermediate: int, layers: int, heads: int, factor: float
 ) -> DecoderConfig:
     rope = Rope(theta=500000.0, kind="llama3", factor=factor, original_max_positions=8192)
-    sizes = hidden, intermediate, layers, heads, 8
-    return _llama(*sizes, vocab_size=128256, max_positions=131072, positions=rope)
+    return _llama(
+        hidden,
+        intermediate,
+        layers,
+        heads,
+        8,
+        vocab_size=128256,
+        max_positions=131072,
+        positions=rope,
+    )
 
 
 def _qwen_2_5(
@@ -61,7 +69,11 @@ def _hybrid(
     """Returns a model of which three of four layers are gated delta nets (Qwen)."""
     shape = DeltaNetShape(16, more.pop("value_heads", 32), 128, 128, 4)
     return _llama(
-        *(hidden, intermediate, layers, heads, kv_heads),
+        hidden,
+        intermediate,
+        layers,
+        heads,
+        kv_heads,
         head_dim=256,
         max_positions=262144,
         positions=Rope(theta=10000000.0, partial_rotary_factor=0.25),

@@ -183,7 +183,7 @@ class MatrixFormats:
         """
         texts = sorted({text for _, text in self.texts if text not in PACKED})
         for text in texts:
-            names = {name.partition("/")[2] for name, own in self.texts if own == text}
+            names = {name.partition("/")[2] for name, other in self.texts if other == text}
             sizes = {name: size for name, size in inputs.items() if name in names}
             try:
                 WeightFormat.parse(text).check(sizes, shards)
@@ -360,6 +360,8 @@ def dequantize_params(params: Any, dtype: Any) -> Any:
         return params
     if "weight" in params and "scale" in params:
         params = dict(params)
-        parts = params.pop("weight"), params.pop("scale"), params.pop("zero", None)
-        return params | {"weight": dequantize(*parts, dtype)}
+        weight = dequantize(
+            params.pop("weight"), params.pop("scale"), params.pop("zero", None), dtype
+        )
+        return params | {"weight": weight}
     return {name: dequantize_params(value, dtype) for name, value in params.items()}

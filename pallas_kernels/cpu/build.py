@@ -181,8 +181,8 @@ def digest(*parts: object, suffixes: tuple[str, ...] = (".cc", ".h")) -> str:
 def _library_path(compiler: list[str]) -> pathlib.Path:
     """Returns the path of the library that this machine compiles."""
     version = _run([*compiler, "--version"])
-    parts = (FLAGS, compiler, version, jaxlib.__version__, processor())
-    return cache_folder() / "kernels" / f"{digest(*parts)}.so"
+    name = digest(FLAGS, compiler, version, jaxlib.__version__, processor())
+    return cache_folder() / "kernels" / f"{name}.so"
 
 
 def _verdict(library: pathlib.Path) -> pathlib.Path:

@@ -83,11 +83,11 @@ def products(
     if matrices[0].scale is None and expert is None:
         return _floating_products(x, [matrix.weight for matrix in matrices], axes, dtype)
     none = jnp.zeros(0, jnp.float32)
-    parts: list[tuple] = [
+    operands: list[tuple] = [
         (w,) if scale is None else (w, scale, none if zero is None else zero)
         for w, scale, zero in matrices
     ]
-    return _call(x, parts, axes, dtype, expert)
+    return _call(x, operands, axes, dtype, expert)
 
 
 def can_sum(x: Float[Array, "*B E"]) -> bool:
@@ -140,6 +140,6 @@ def _call(
     # Inside shard_map the results vary over the mesh axes of x and the weights.
     results = jax.eval_shape(functools.partial(_by_xla, axes=axes, dtype=dtype), x, weights)
     call = jax.ffi.ffi_call("magicjax_linear", results, vmap_method="sequential")
-    parts = [part for matrix in matrices for part in matrix]
+    operands = [operand for matrix in matrices for operand in matrix]
     inputs = np.int64(math.prod(x.shape[x.ndim - axes :]))
-    return list(call(x, jnp.int32(0 if expert is None else expert), *parts, inputs=inputs))
+    return list(call(x, jnp.int32(0 if expert is None else expert), *operands, inputs=inputs))

@@ -151,23 +151,31 @@ def pack(
     library = build.library()
     if library is None:
         raise RuntimeError(f"a matrix in {to} needs the CPU kernels: {build.unavailable_reason()}")
-    size, octets = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[weight_format]]
+    ggml_type = gguf.GGMLQuantizationType[weight_format]
+    block_inputs, block_bytes = gguf.GGML_QUANT_SIZES[ggml_type]
     stored = np.ascontiguousarray(stored).view(np.uint8)
-    rows, row = stored.shape
+    rows, row_bytes = stored.shape
     order = np.arange(rows) if order is None else order
     if order.size and not 0 <= order.min() <= order.max() < rows:
         raise ValueError(f"order has rows from {order.min()} to {order.max()} of {rows}")
-    outputs, inputs = len(order), row // octets * size
+    outputs, inputs = len(order), row_bytes // block_bytes * block_inputs
     if not FORMATS[to].fits(outputs, inputs) or (to != weight_format and to not in ROUNDED):
         raise ValueError(
             f"a matrix [{outputs}, {inputs}] in {weight_format} cannot be packed as {to}"
         )
     packed = _aligned(FORMATS[to].shape(outputs, inputs))
     order = np.ascontiguousarray(order, np.int32)
-    at = [ctypes.c_void_p(array.ctypes.data) for array in (stored, order, packed)]
-    sizes = [ctypes.c_int64(x) for x in (outputs, inputs, row)]
-    types = [ctypes.c_int64(gguf.GGMLQuantizationType[name]) for name in (weight_format, to)]
-    library.magicjax_pack(*types, *at[:2], *sizes, at[2], ctypes.c_int(threads))
+    library.magicjax_pack(
+        ctypes.c_int64(ggml_type),
+        ctypes.c_int64(gguf.GGMLQuantizationType[to]),
+        ctypes.c_void_p(stored.ctypes.data),
+        ctypes.c_void_p(order.ctypes.data),
+        ctypes.c_int64(outputs),
+        ctypes.c_int64(inputs),
+        ctypes.c_int64(row_bytes),
+        ctypes.c_void_p(packed.ctypes.data),
+        ctypes.c_int(threads),
+    )
     return packed
 
 

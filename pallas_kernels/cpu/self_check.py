@@ -77,9 +77,15 @@ def _check_packed() -> str | None:
 
 def _check_expert(where: str, x: Any, matrix: Matrix, expected: Any) -> str | None:
     """Returns the first mismatch of a matrix that is the second of two experts'."""
-    weight = jnp.stack([jnp.zeros_like(matrix.weight), matrix.weight])
-    parts = [part if part is None else jnp.stack([part, part], 1) for part in matrix[1:]]
-    both = Matrix(weight, *parts)
+
+    def twice(x: Any) -> Any:
+        return None if x is None else jnp.stack([x, x], 1)
+
+    both = Matrix(
+        weight=jnp.stack([jnp.zeros_like(matrix.weight), matrix.weight]),
+        scale=twice(matrix.scale),
+        zero=twice(matrix.zero),
+    )
     (actual,) = linear.products(x, [both], 1, jnp.float32, jnp.int32(1))
     return None if (actual == expected).all() else f"{where}: an expert has other bits alone"
 

@@ -172,8 +172,9 @@ def attend_sm80(
     """
     is_plain = seen_from is None and softcap is None
     if isinstance(k_prefix, Quantized) or isinstance(v_prefix, Quantized) or not is_plain:
-        options = first_row, seen_from, softcap
-        return xla.attend(q, k_prefix, v_prefix, lengths, k_new, v_new, mask, *options)
+        return xla.attend(
+            q, k_prefix, v_prefix, lengths, k_new, v_new, mask, first_row, seen_from, softcap
+        )
     from pallas_kernels.mosaic_gpu.ampere import BLOCK, flash
 
     batch, length, heads, _ = q.shape
