@@ -484,23 +484,24 @@ class DecoderConfig:
         width, up = self.hidden_size, ("gate", "up")[not self.gated :]
         inputs = dict[str, int]()
         if layer is None or not self.linear[layer]:
-            kinds = [
+            layer_configs = [
                 self.of_layer(i) for i in (range(self.num_layers) if layer is None else [layer])
             ]
-            has_values = not all(kind.values_are_keys for kind in kinds)
+            has_values = not all(config.values_are_keys for config in layer_configs)
             names = (*"qk", *"v" * has_values, *("gate",) * self.attention_gate)
             if layer is not None and self.kv_sources[layer] is not None:
                 names = tuple(name for name in names if name not in ("k", "v"))
             inputs |= {f"attention/{name}": width for name in names}
-            head_dim = math.gcd(*(kind.head_dim for kind in kinds))
+            head_dim = math.gcd(*(config.head_dim for config in layer_configs))
             inputs["attention/out"] = self.num_heads * head_dim // shards
         if (shape := self.delta_net) is not None and (layer is None or self.linear[layer]):
             inputs |= {f"delta_net/{name}": width for name in "qkvz"}
             inputs["delta_net/out"] = shape.value_heads * shape.value_dim // shards
         inputs |= {f"mlp/{name}": width for name in up}
-        parts = shards if self.num_experts is None else 1  # experts are divided, not their widths
-        unit = self.intermediate_size if layer is None else self.of_layer(layer).intermediate_size
-        inputs["mlp/down"] = unit // parts
+        # Experts are divided, not their widths.
+        mlp_shards = shards if self.num_experts is None else 1
+        config = self if layer is None else self.of_layer(layer)
+        inputs["mlp/down"] = config.intermediate_size // mlp_shards
         if self.shared_expert_size is not None:
             inputs |= {f"mlp/shared/{name}": width for name in up}
             inputs["mlp/shared/down"] = self.shared_expert_size // shards

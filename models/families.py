@@ -133,16 +133,16 @@ _GEMMA_KEYS: dict[str, str | tuple[str, ...]] = {
     "final_logit_softcapping": "logits_softcap",
 }
 _GEMMA_NAMES = {
-    **{part: name for part, name in _LLAMA_NAMES.items() if part != "vocab_map"},
+    **{module: name for module, name in _LLAMA_NAMES.items() if module != "vocab_map"},
     "attention_output_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_output_norm": "post_feedforward_layernorm",
 }
 _OLMO_NAMES = {
     **{
-        part: name
-        for part, name in _LLAMA_NAMES.items()
-        if part not in ("attention_norm", "mlp_norm")
+        module: name
+        for module, name in _LLAMA_NAMES.items()
+        if module not in ("attention_norm", "mlp_norm")
     },
     "attention_output_norm": "post_attention_layernorm",
     "mlp_output_norm": "post_feedforward_layernorm",
@@ -262,14 +262,16 @@ _GPT2_DEFAULTS = {
 _GPT2_SETTINGS = {**_PLAIN, **_BIASES, "positions": LearnedPositions()}
 
 _HYBRID_NAMES = {
-    **{part: name for part, name in _LLAMA_NAMES.items() if part != "vocab_map"},
+    **{module: name for module, name in _LLAMA_NAMES.items() if module != "vocab_map"},
     "delta_conv": "linear_attn.conv1d",
     "delta_log_rate": "linear_attn.A_log",
     "delta_step_bias": "linear_attn.dt_bias",
     "delta_norm": "linear_attn.norm",
     "delta_out": "linear_attn.out_proj",
 }
-_SEPARATE = {f"delta_{part}": f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a")}
+_SEPARATE = {
+    f"delta_{module}": f"linear_attn.in_proj_{module}" for module in ("qkv", "z", "b", "a")
+}
 _HYBRID_KEYS: dict[str, str | tuple[str, ...]] = {
     **{key: field for key, field in _LLAMA_KEYS.items() if key != "draft_vocab_size"},
     "attention_bias": ("qkv_bias", "out_bias"),
@@ -290,7 +292,7 @@ _HYBRID_DEFAULTS = {
     "linear_num_value_heads": 32,
 }
 _HYBRID_EXPERT_NAMES = {
-    **{part: f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")},
+    **{module: f"mlp.experts.{{}}.{module}_proj" for module in ("gate", "up", "down")},
     "router": "mlp.gate",
     "shared": "mlp.shared_expert.{}_proj",
     "shared_gate": "mlp.shared_expert_gate",
@@ -401,7 +403,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             names={
                 **_LLAMA_NAMES,
                 "router": "mlp.gate",
-                **{part: f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")},
+                **{module: f"mlp.experts.{{}}.{module}_proj" for module in ("gate", "up", "down")},
             },
             keys={
                 **{key: field for key, field in _LLAMA_KEYS.items() if key != "intermediate_size"},
@@ -472,7 +474,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "gpt_oss": Family(
             "GptOssForCausalLM",
             names={
-                **{part: name for part, name in _LLAMA_NAMES.items() if part not in ("gate", "up")},
+                **{
+                    module: name
+                    for module, name in _LLAMA_NAMES.items()
+                    if module not in ("gate", "up")
+                },
                 "sinks": "self_attn.sinks",
                 "router": "mlp.router",
                 "gate_up": "mlp.experts.gate_up_proj",
@@ -714,7 +720,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "starcoder2": Family(
             "Starcoder2ForCausalLM",
             names={
-                **{part: name for part, name in _LLAMA_NAMES.items() if part != "gate"},
+                **{module: name for module, name in _LLAMA_NAMES.items() if module != "gate"},
                 "up": "mlp.c_fc",
                 "down": "mlp.c_proj",
             },
@@ -827,7 +833,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "phi3": Family(
             "Phi3ForCausalLM",
             names={
-                **{part: name for part, name in _LLAMA_NAMES.items() if part not in "qkv"},
+                **{module: name for module, name in _LLAMA_NAMES.items() if module not in "qkv"},
                 "qkv": "self_attn.qkv_proj",
                 "gate_up": "mlp.gate_up_proj",
             },

@@ -99,8 +99,8 @@ def read_config(raw: Mapping[str, Any], file: str = "config.json") -> DecoderCon
         if value is not None:
             check_type(key, value, FIELD_TYPES[fields[0]])
             settings |= dict.fromkeys(fields, value)
-    for part in family.parts:
-        settings |= READERS[part](reader, settings)
+    for setting in family.parts:
+        settings |= READERS[setting](reader, settings)
     keys = {field: key for key in family.keys for field in family.fields(key)}
     try:
         config = family_config(name, **settings)

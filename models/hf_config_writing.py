@@ -31,8 +31,8 @@ def write_config(config: DecoderConfig) -> dict[str, Any]:
         value = getattr(config, family.fields(key)[-1])
         if value is not None or key in family.defaults:
             raw[key] = value
-    for part in family.parts:
-        raw |= WRITERS[part](config)
+    for setting in family.parts:
+        raw |= WRITERS[setting](config)
     if (back := read_config(raw)) != config:
         names = [f.name for f in dataclasses.fields(config)]
         lost = [n for n in names if getattr(config, n) != getattr(back, n)]

@@ -118,11 +118,11 @@ def _read_parameter(tensors: list[Found], read: Read) -> dict[tuple[str, ...], n
     """Returns the parameters of the tensors of `_by_parameter`, as `parameter_reader` does."""
     if tensors[0][0].expert is None:
         return read(*tensors[0])
-    parts = [read(*pair) for pair in tensors]
+    by_expert = [read(*pair) for pair in tensors]
     # Scales and zero points have their groups first.
     return {
-        path: np.stack([part[path] for part in parts], int(path[-1] in ("scale", "zero")))
-        for path in parts[0]
+        path: np.stack([arrays[path] for arrays in by_expert], int(path[-1] in ("scale", "zero")))
+        for path in by_expert[0]
     }
 
 
@@ -157,10 +157,12 @@ def parameter_reader(
         last: dict[str, Matrix] = of_thread.__dict__
         if tensor.name not in last:
             last.clear()
-            parts = {part: mapped(place.file)[place.name] for part, place in places.items()}
+            components = {
+                suffix: mapped(place.file)[place.name] for suffix, place in places.items()
+            }
             with named(tensor):
                 shape = tensor.matrix_shape(shapes[tensor.path].value.shape)
-                last[tensor.name] = read_matrix(quantization, parts, shape)
+                last[tensor.name] = read_matrix(quantization, components, shape)
         matrix, fused = last[tensor.name], tensor.fused
         return matrix if fused is None else matrix.map(fused.part)
 
@@ -211,7 +213,7 @@ def _put(values: np.ndarray, dtype: Any, sharding: jax.sharding.Sharding | None)
         is_packed = values.dtype == np.uint8  # in memory of its own, which JAX keeps
         return jax.device_put(values) if is_packed else jnp.array(values, dtype)
 
-    def part(index):
+    def shard(index):
         return np.array(values[index], dtype, order="C")
 
-    return jax.make_array_from_callback(values.shape, sharding, part)
+    return jax.make_array_from_callback(values.shape, sharding, shard)

@@ -93,7 +93,7 @@ def save_checkpoint(
         raw = write_config(config)
     raw = {**raw, **special, "torch_dtype": module.dtype.name}
     if module.weights:
-        raw[QUANTIZATION] = _written_settings(module.weights, [t for t, _ in values if t.inputs])
+        raw[QUANTIZATION] = _quantization_config(module.weights, [t for t, _ in values if t.inputs])
     with _replacing(path) as partial:
         _write_json(partial / "config.json", raw)
         _write_json(partial / "generation_config.json", special)
@@ -156,8 +156,8 @@ def _write_tensors(
         stored.setdefault(tensor.name, []).append((tensor, arrays_of))
     shards: list[list[str]] = [[]]
     size = total = 0
-    for name, parts in stored.items():
-        nbytes = sum(value.nbytes for _, arrays_of in parts for value in arrays_of.values())
+    for name, pairs in stored.items():
+        nbytes = sum(value.nbytes for _, arrays_of in pairs for value in arrays_of.values())
         if shards[-1] and size + nbytes > max_shard_bytes:
             shards.append([])
             size = 0
@@ -195,10 +195,10 @@ def _stored(
         )
     matrices = [_matrix_of(x, weight_format) for x in values]
     try:
-        parts = _written_parts(_fused(first, matrices))
+        arrays = _compressed_arrays(_fused(first, matrices))
     except ValueError as error:
         raise ValueError(f"{first.name} cannot be written: {error}") from error
-    return {f"{_module(first)}.{part}": array for part, array in parts.items()}
+    return {f"{_module(first)}.{suffix}": array for suffix, array in arrays.items()}
 
 
 def _fused(tensor: Tensor, matrices: Sequence[Matrix]) -> Matrix:
@@ -230,7 +230,7 @@ def _matrix_of(parameters: Mapping[str, Any], weight_format: WeightFormat) -> Ma
     return Matrix(stored, scale.reshape(-1, outputs).T, zeros, weight_format.bits)
 
 
-def _written_parts(matrix: Matrix) -> dict[str, np.ndarray]:
+def _compressed_arrays(matrix: Matrix) -> dict[str, np.ndarray]:
     """Returns what compressed-tensors stores for a matrix, by the last part of the names.
 
     Raises ValueError for zero points that are not integers.
@@ -259,7 +259,7 @@ def _unsigned(signed: np.ndarray, bits: int) -> np.ndarray:
     return (signed + np.int8(8)).view(np.uint8) if bits == 4 else signed.view(np.uint8) ^ 128
 
 
-def _written_settings(formats: MatrixFormats, tensors: Iterable[Tensor]) -> dict[str, Any]:
+def _quantization_config(formats: MatrixFormats, tensors: Iterable[Tensor]) -> dict[str, Any]:
     """Returns the `quantization_config` of compressed-tensors.
 
     Args:

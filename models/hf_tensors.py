@@ -69,17 +69,19 @@ def separate_experts(stored: dict[str, Stored]) -> dict[str, Stored]:
     """
     separate = dict[str, Stored]()
     for name, where in stored.items():
-        module, _, part = name.rpartition(".experts.")
-        if part not in ("gate_up_proj", "down_proj") or len(where.shape) != 3:
+        module, _, tensor = name.rpartition(".experts.")
+        if tensor not in ("gate_up_proj", "down_proj") or len(where.shape) != 3:
             separate[name] = where
             continue
-        parts = ("gate", "up") if part == "gate_up_proj" else ("down",)
+        projections = ("gate", "up") if tensor == "gate_up_proj" else ("down",)
         count, outputs, inputs = where.shape
-        size = outputs // len(parts)
+        size = outputs // len(projections)
         for expert in range(count):
-            for i, kind in enumerate(parts):
-                separate[f"{module}.experts.{expert}.{kind}_proj.weight"] = dataclasses.replace(
-                    where, shape=(size, inputs), rows=(expert, i * size, (i + 1) * size)
+            for i, projection in enumerate(projections):
+                separate[f"{module}.experts.{expert}.{projection}_proj.weight"] = (
+                    dataclasses.replace(
+                        where, shape=(size, inputs), rows=(expert, i * size, (i + 1) * size)
+                    )
                 )
     return separate
 
@@ -157,9 +159,9 @@ class Fused:
         grouped = grouped[:, start : start + self.sizes[self.index]]
         return grouped.reshape(-1, *stored.shape[1:])
 
-    def join(self, parts: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-        """Returns the array of shape `shape` that has `parts`, those of all parameters."""
-        grouped = [x.reshape(self.groups, -1, *shape[1:]) for x in parts]
+    def join(self, arrays: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+        """Returns the array of shape `shape` that has `arrays`, those of all parameters."""
+        grouped = [x.reshape(self.groups, -1, *shape[1:]) for x in arrays]
         return np.concatenate(grouped, 1).reshape(shape)
 
 
@@ -179,9 +181,9 @@ class Interleaved:
         """Returns this parameter's rows of `stored`, whose first axis has all outputs."""
         return stored[self.index :: self.count]
 
-    def join(self, parts: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-        """Returns the array of shape `shape` that has `parts`, those of all parameters."""
-        rows = [x.reshape(-1, *shape[1:]) for x in parts]
+    def join(self, arrays: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+        """Returns the array of shape `shape` that has `arrays`, those of all parameters."""
+        rows = [x.reshape(-1, *shape[1:]) for x in arrays]
         return np.stack(rows, 1).reshape(shape)
 
 
@@ -293,8 +295,8 @@ def tensors_of(config: DecoderConfig) -> tuple[Tensor, ...]:
         name = names["position_embedding"]
         tensors.append(Tensor(f"{name}.weight", ("position_embedding",)))
     if c.embedding_size is not None:
-        for part in ("project_in", "project_out"):
-            tensors += _linear(names[part], (part,), 1, False)
+        for module in ("project_in", "project_out"):
+            tensors += _linear(names[module], (module,), 1, False)
     if c.layer_input_size is not None:
         tensors.append(Tensor(f"{names['layer_embedding']}.weight", ("layer_embedding",)))
         tensors += _linear(names["layer_projection"], ("layer_projection",), 1, False)
@@ -310,56 +312,60 @@ def tensors_of(config: DecoderConfig) -> tuple[Tensor, ...]:
     return tuple(tensors)
 
 
-def _delta_net(c: DecoderConfig, name: dict[str, str], path: tuple[str, ...]) -> list[Tensor]:
+def _delta_net(c: DecoderConfig, names: dict[str, str], path: tuple[str, ...]) -> list[Tensor]:
     """Returns the tensors of a gated delta net, given the names of all."""
     s, tensors = c.delta_net, list[Tensor]()
     assert s is not None
     keys, values = s.key_heads * s.key_dim, s.value_heads * s.value_dim
-    for parts in ("qkvz", "qkv", "z", "ba", "b", "a"):
-        if f"delta_{parts}" not in name:
+    for fused_modules in ("qkvz", "qkv", "z", "ba", "b", "a"):
+        if f"delta_{fused_modules}" not in names:
             continue
         sizes = dict(q=keys, k=keys, v=values, z=values, b=s.value_heads, a=s.value_heads)
         # With z, and b with a, the outputs of each key head are adjacent (Qwen3-Next).
-        groups = s.key_heads if parts in ("qkvz", "ba") else 1
-        grouped = tuple(sizes[part] // groups for part in parts)
-        for i, part in enumerate(parts):
-            fused = Fused(groups, grouped, i) if len(parts) > 1 else None
-            tensors += _linear(name[f"delta_{parts}"], (*path, part), 1, False, fused=fused)
-    tensors.append(Tensor(f"{name['delta_conv']}.weight", (*path, "conv")))
-    tensors += [Tensor(name[f"delta_{part}"], (*path, part)) for part in ("log_rate", "step_bias")]
-    tensors += _norm(name["delta_norm"], (*path, "norm"))
-    return tensors + _linear(name["delta_out"], (*path, "out"), 2, False)
+        groups = s.key_heads if fused_modules in ("qkvz", "ba") else 1
+        grouped = tuple(sizes[module] // groups for module in fused_modules)
+        for i, module in enumerate(fused_modules):
+            fused = Fused(groups, grouped, i) if len(fused_modules) > 1 else None
+            tensors += _linear(
+                names[f"delta_{fused_modules}"], (*path, module), 1, False, fused=fused
+            )
+    tensors.append(Tensor(f"{names['delta_conv']}.weight", (*path, "conv")))
+    for name in ("log_rate", "step_bias"):
+        tensors.append(Tensor(names[f"delta_{name}"], (*path, name)))
+    tensors += _norm(names["delta_norm"], (*path, "norm"))
+    return tensors + _linear(names["delta_out"], (*path, "out"), 2, False)
 
 
 def _layer(c: DecoderConfig, layer: int, path: tuple[str, ...]) -> list[Tensor]:
     """Returns the tensors of a layer."""
     family = FAMILIES[c.family]
-    name = {part: f"{family.names['layer']}.{layer}.{name}" for part, name in family.names.items()}
-    own_norms = "parallel_" if c.parallel and not c.shared_norm else ""
+    prefix = f"{family.names['layer']}.{layer}"
+    names = {module: f"{prefix}.{name}" for module, name in family.names.items()}
+    norm_prefix = "parallel_" if c.parallel and not c.shared_norm else ""
     bias, tensors = c.norm == "layer", list[Tensor]()
     inner_norms = c.norm_before or not c.norm_after
     if inner_norms:
-        tensors += _norm(name[f"{own_norms}attention_norm"], (*path, "attention_norm"), bias)
+        tensors += _norm(names[f"{norm_prefix}attention_norm"], (*path, "attention_norm"), bias)
     if c.linear[layer]:
-        tensors += _delta_net(c, name, (*path, "delta_net"))
+        tensors += _delta_net(c, names, (*path, "delta_net"))
     else:
         shares = c.kv_sources[layer] is not None
-        tensors += _attention(c.of_layer(layer), name, (*path, "attention"), shares)
+        tensors += _attention(c.of_layer(layer), names, (*path, "attention"), shares)
     if inner_norms and not c.shared_norm:
-        tensors += _norm(name[f"{own_norms}mlp_norm"], (*path, "mlp_norm"), bias)
-    for part in ("attention_output_norm", "mlp_output_norm") * c.norm_after:
-        tensors += _norm(name[part], (*path, part), bias)
-    for part in ("input_gate", "input_projection") * (c.layer_input_size is not None):
-        tensors += _linear(name[part], (*path, part), 1, False)
+        tensors += _norm(names[f"{norm_prefix}mlp_norm"], (*path, "mlp_norm"), bias)
+    for module in ("attention_output_norm", "mlp_output_norm") * c.norm_after:
+        tensors += _norm(names[module], (*path, module), bias)
+    for module in ("input_gate", "input_projection") * (c.layer_input_size is not None):
+        tensors += _linear(names[module], (*path, module), 1, False)
     if c.layer_input_size is not None:
-        tensors += _norm(name["input_norm"], (*path, "input_norm"), bias)
+        tensors += _norm(names["input_norm"], (*path, "input_norm"), bias)
     if c.layer_scalars:
-        tensors.append(Tensor(name["scalar"], (*path, "scalar")))
-    return tensors + _mlp(c, name, (*path, "mlp"))
+        tensors.append(Tensor(names["scalar"], (*path, "scalar")))
+    return tensors + _mlp(c, names, (*path, "mlp"))
 
 
 def _attention(
-    c: DecoderConfig, name: dict[str, str], path: tuple[str, ...], shares: bool
+    c: DecoderConfig, names: dict[str, str], path: tuple[str, ...], shares: bool
 ) -> list[Tensor]:
     """Returns the tensors of an attention, given the names of all.
 
@@ -367,80 +373,83 @@ def _attention(
     """
     family, tensors = FAMILIES[c.family], list[Tensor]()
     linear, attention = functools.partial(_linear, transposed=family.transposed), path
-    if "qkv" in name:
+    if "qkv" in names:
         groups = c.num_kv_heads if family.grouped_qkv else 1
         heads = (c.num_heads, c.num_kv_heads, c.num_kv_heads)
         sizes = tuple(count * c.head_dim // groups for count in heads)
-        for i, part in enumerate("qkv"):
+        for i, module in enumerate("qkv"):
             of_head = Fused(groups, sizes, i)
-            tensors += linear(name["qkv"], (*attention, part), 1, c.qkv_bias, fused=of_head)
+            tensors += linear(names["qkv"], (*attention, module), 1, c.qkv_bias, fused=of_head)
     else:
         halves = (c.head_dim,) * 2  # of each head's outputs: its query, and its gate
-        for i, part in enumerate(("q", "gate") * c.attention_gate):
+        for i, module in enumerate(("q", "gate") * c.attention_gate):
             fused = Fused(c.num_heads, halves, i)
-            tensors += linear(name["q"], (*attention, part), 1, c.qkv_bias, fused=fused)
-        parts = "q" if shares else "qk" if c.values_are_keys else "qkv"
-        for part in parts[c.attention_gate :]:
-            tensors += linear(name[part], (*attention, part), 1, c.qkv_bias)
+            tensors += linear(names["q"], (*attention, module), 1, c.qkv_bias, fused=fused)
+        modules = "q" if shares else "qk" if c.values_are_keys else "qkv"
+        for module in modules[c.attention_gate :]:
+            tensors += linear(names[module], (*attention, module), 1, c.qkv_bias)
     if c.qk_norm:
-        for part in ("q_norm", "k_norm")[: 1 if shares else 2]:
-            tensors += _norm(name[part], (*attention, part))
+        for module in ("q_norm", "k_norm")[: 1 if shares else 2]:
+            tensors += _norm(names[module], (*attention, module))
     if c.attention_sinks:
-        tensors.append(Tensor(name["sinks"], (*attention, "sinks"), flat=True))
-    return tensors + linear(name["out"], (*attention, "out"), 2, c.out_bias)
+        tensors.append(Tensor(names["sinks"], (*attention, "sinks"), flat=True))
+    return tensors + linear(names["out"], (*attention, "out"), 2, c.out_bias)
 
 
-def _mlp(c: DecoderConfig, name: dict[str, str], mlp: tuple[str, ...]) -> list[Tensor]:
+def _mlp(c: DecoderConfig, names: dict[str, str], mlp: tuple[str, ...]) -> list[Tensor]:
     """Returns the tensors of an MLP or a mixture, given the names of all."""
     family, tensors = FAMILIES[c.family], list[Tensor]()
     options: dict[str, Any]
     linear = functools.partial(_linear, transposed=family.transposed)
     if c.parallel_experts:
         assert c.num_experts is not None
-        tensors += linear(name["router"], (*mlp, "router"), 1, c.router_bias)
-        for part in ("router_scale", "expert_scale"):
-            tensors.append(Tensor(name[part], (*mlp, part)))
-        for part in ("experts_norm", "experts_output_norm", "shared_output_norm"):
-            tensors += _norm(name[part], (*mlp, part))
+        tensors += linear(names["router"], (*mlp, "router"), 1, c.router_bias)
+        for module in ("router_scale", "expert_scale"):
+            tensors.append(Tensor(names[module], (*mlp, module)))
+        for module in ("experts_norm", "experts_output_norm", "shared_output_norm"):
+            tensors += _norm(names[module], (*mlp, module))
         halves = (c.intermediate_size,) * 2
-        for i, part in enumerate(("gate", "up")):
+        for i, module in enumerate(("gate", "up")):
             fused = Fused(c.num_experts, halves, i)
             options = dict(inputs=1, fused=fused, stacked=c.num_experts)
-            tensors.append(Tensor(name["experts_gate_up"], (*mlp, part, "weight"), **options))
+            tensors.append(Tensor(names["experts_gate_up"], (*mlp, module, "weight"), **options))
         options = dict(inputs=1, stacked=c.num_experts)
-        tensors.append(Tensor(name["experts_down"], (*mlp, "down", "weight"), **options))
-        for part in ("gate", "up", "down"):
-            tensors += linear(name[part], (*mlp, "shared", part), 1, c.mlp_bias)
+        tensors.append(Tensor(names["experts_down"], (*mlp, "down", "weight"), **options))
+        for module in ("gate", "up", "down"):
+            tensors += linear(names[module], (*mlp, "shared", module), 1, c.mlp_bias)
         return tensors
-    if c.num_experts is not None and "gate_up" in name:
-        tensors += linear(name["router"], (*mlp, "router"), 1, c.router_bias)
-        parts = [("gate", "gate_up", Interleaved(2, 0)), ("up", "gate_up", Interleaved(2, 1))]
-        for part, key, alternating in (*parts, ("down", "down", None)):
+    if c.num_experts is not None and "gate_up" in names:
+        tensors += linear(names["router"], (*mlp, "router"), 1, c.router_bias)
+        fused_modules = [
+            ("gate", "gate_up", Interleaved(2, 0)),
+            ("up", "gate_up", Interleaved(2, 1)),
+        ]
+        for module, key, alternating in (*fused_modules, ("down", "down", None)):
             options = dict(fused=alternating, experts=c.num_experts)
-            tensors.append(Tensor(name[key], (*mlp, part, "weight"), inputs=1, **options))
+            tensors.append(Tensor(names[key], (*mlp, module, "weight"), inputs=1, **options))
             if c.mlp_bias:
-                bias_name = f"{name[key]}_bias"
-                tensors.append(Tensor(bias_name, (*mlp, part, "bias"), flat=True, **options))
+                bias_name = f"{names[key]}_bias"
+                tensors.append(Tensor(bias_name, (*mlp, module, "bias"), flat=True, **options))
         return tensors
     if c.num_experts is not None:
-        tensors += linear(name["router"], (*mlp, "router"), 1, c.router_bias)
-        for part in ("gate",) * c.gated + ("up", "down"):
+        tensors += linear(names["router"], (*mlp, "router"), 1, c.router_bias)
+        for module in ("gate",) * c.gated + ("up", "down"):
             for i in range(c.num_experts):
-                tensors += linear(name[part].format(i), (*mlp, part), 1, c.mlp_bias, expert=i)
+                tensors += linear(names[module].format(i), (*mlp, module), 1, c.mlp_bias, expert=i)
         if c.shared_expert_size is not None:
-            for part in ("gate",) * c.gated + ("up", "down"):
+            for module in ("gate",) * c.gated + ("up", "down"):
                 tensors += linear(
-                    name["shared"].format(part), (*mlp, "shared", part), 1, c.mlp_bias
+                    names["shared"].format(module), (*mlp, "shared", module), 1, c.mlp_bias
                 )
-            tensors += linear(name["shared_gate"], (*mlp, "shared_gate"), 1, False)
+            tensors += linear(names["shared_gate"], (*mlp, "shared_gate"), 1, False)
         return tensors
-    if "gate_up" in name:
-        for i, part in enumerate(("gate", "up")):
+    if "gate_up" in names:
+        for i, module in enumerate(("gate", "up")):
             fused = Fused(1, (c.intermediate_size,) * 2, i)
-            tensors += linear(name["gate_up"], (*mlp, part), 1, c.mlp_bias, fused=fused)
-        return tensors + linear(name["down"], (*mlp, "down"), 1, c.mlp_bias)
-    for part in ("gate",) * c.gated + ("up", "down"):
-        tensors += linear(name[part], (*mlp, part), 1, c.mlp_bias)
+            tensors += linear(names["gate_up"], (*mlp, module), 1, c.mlp_bias, fused=fused)
+        return tensors + linear(names["down"], (*mlp, "down"), 1, c.mlp_bias)
+    for module in ("gate",) * c.gated + ("up", "down"):
+        tensors += linear(names[module], (*mlp, module), 1, c.mlp_bias)
     return tensors
 
 

@@ -56,10 +56,10 @@ from models.quantized_checkpoints import (
     CACHE_SETTING,
     QuantizationConfig,
     chosen_format,
+    component_dtypes,
     gather,
     matrix_format,
-    missing_parts,
-    part_dtypes,
+    missing_components,
     read_quantization_config,
 )
 from pallas_kernels.cpu import build as cpu_build
@@ -442,8 +442,8 @@ def _tensors_in(path: pathlib.Path) -> dict[str, Stored]:
                 for name in handle.keys():
                     if name in stored and path / owners.get(name, file.name) != file:
                         continue
-                    part = handle.get_slice(name)
-                    stored[name] = Stored(file, name, part.get_dtype(), tuple(part.get_shape()))
+                    tensor = handle.get_slice(name)
+                    stored[name] = Stored(file, name, tensor.get_dtype(), tuple(tensor.get_shape()))
         except safetensors.SafetensorError as error:
             check_not_pointer(file)
             raise ValueError(
@@ -458,8 +458,11 @@ def _scan(path: pathlib.Path, config: DecoderConfig) -> dict[str, Stored]:
         from models.gguf import files as gguf_files
 
         weights = gguf_files.weights_of(path, config).items()
-        parts = (part for name, weight in weights for part in weight.shapes(name).items())
-        return {name: Stored(path / GGUF_INDEX, name, *entry) for name, entry in parts}
+        return {
+            tensor: Stored(path / GGUF_INDEX, tensor, *shape)
+            for name, weight in weights
+            for tensor, shape in weight.shapes(name).items()
+        }
     _weight_files(path)  # raises if there are none
     stored = _tensors_in(path)
     if isinstance(config, EagleConfig) and not isinstance(config, MtpConfig):
@@ -563,10 +566,12 @@ def _match(
         stored = _fold_tied(tensors_of(config)[0].name, stored)
     problems = [f"missing {name}" for name in needed if name not in stored and name not in matrices]
     problems += [f"unexpected {name}" for name in matrices if name not in needed]
-    for name, parts in matrices.items():
-        problems += [f"missing {name.removesuffix('weight')}{p}" for p in missing_parts(parts)]
-        for part, where in parts.items():
-            if where.dtype not in (dtypes := part_dtypes(part, parts)):
+    for name, components in matrices.items():
+        problems += [
+            f"missing {name.removesuffix('weight')}{p}" for p in missing_components(components)
+        ]
+        for suffix, where in components.items():
+            if where.dtype not in (dtypes := component_dtypes(suffix, components)):
                 names = ", ".join(dtypes)
                 problems.append(f"{where.name} has dtype {where.dtype}, supported: {names}")
     for name, where in stored.items():

@@ -91,8 +91,8 @@ def scaled(x: Float[Array, "..."], factor: float) -> Float[Array, "..."]:
 
 def in_every_layer(attention: LayerAttend) -> Attend:
     """Returns the `attend` of a model whose layers all call the same function."""
-    part = jax.tree_util.Partial(attention)
-    return lambda layer: part
+    attend = jax.tree_util.Partial(attention)
+    return lambda layer: attend
 
 
 def embedding_lookup(

@@ -22,8 +22,8 @@ BITS = (4, 8)
 AWQ_SLOTS = (0, 4, 1, 5, 2, 6, 3, 7)  # the nibble of a word that holds each column
 SCALES = ("scales", "weight_scale", "weight_scale_inv")
 WORDS = ("qweight", "qzeros", "g_idx", "weight_packed", "weight_g_idx", "weight_zero_point")
-# The dtypes of each part of a matrix.
-PART_DTYPES = {
+# The dtypes of each component of a matrix, by the last part of its name.
+COMPONENT_DTYPES = {
     **dict.fromkeys(WORDS, ("I32",)),
     **dict.fromkeys((*SCALES, "weight_min"), ("F16", "BF16", "F32", "F64")),
     "weight": ("I8", "F8_E4M3"),
@@ -32,7 +32,7 @@ PART_DTYPES = {
     "_scales": ("U8",),
 }
 MXFP4_PARTS = ("_blocks", "_scales")  # the ends of names
-PARTS = frozenset(PART_DTYPES) - {"weight", *MXFP4_PARTS}
+SUFFIXES = frozenset(COMPONENT_DTYPES) - {"weight", *MXFP4_PARTS}
 IN_CACHE = 2**16  # elements that are dequantized at once, in float64 half a megabyte
 MXFP4_GROUP = 32  # inputs that share an exponent
 # Twice the value of each code of E2M1, which are integers.
@@ -189,82 +189,85 @@ def _block(structure: str | Sequence[int] | None) -> tuple[int, int] | None:
 
 
 def gather(stored: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Returns (the other tensors, the parts of quantized matrices).
+    """Returns (the other tensors, the components of quantized matrices).
 
     Args:
       stored: anything, by the name of a tensor.
 
-    The parts are by the name of the matrix, which ends in ".weight" except in MXFP4, and the last
+    Components are by the name of the matrix, which ends in ".weight" except in MXFP4, and the last
     part of their name. Scales alone, as AutoAWQ stores for some activations, are other tensors.
     """
     plain, matrices = dict(stored), dict[str, dict[str, Any]]()
     for name in stored:
-        module, _, part = name.rpartition(".")
+        module, _, suffix = name.rpartition(".")
         if name.endswith(MXFP4_PARTS):
             end = next(end for end in MXFP4_PARTS if name.endswith(end))
             matrices.setdefault(name.removesuffix(end), {})[end] = plain.pop(name)
-        elif part in PARTS:
-            matrices.setdefault(f"{module}.weight", {})[part] = plain.pop(name)
-        elif part in ACTIVATIONS:
+        elif suffix in SUFFIXES:
+            matrices.setdefault(f"{module}.weight", {})[suffix] = plain.pop(name)
+        elif suffix in ACTIVATIONS:
             del plain[name]
-    for name, parts in list(matrices.items()):
+    for name, components in list(matrices.items()):
         if name in plain:
-            parts["weight"] = plain.pop(name)
-        elif set(parts) == {"scales"}:
+            components["weight"] = plain.pop(name)
+        elif set(components) == {"scales"}:
             plain[f"{name.removesuffix('weight')}scales"] = matrices.pop(name)["scales"]
     return plain, matrices
 
 
-def missing_parts(parts: Mapping[str, Any]) -> list[str]:
+def missing_components(components: Mapping[str, Any]) -> list[str]:
     """Returns the last part of the names of tensors that a quantized matrix lacks."""
-    if any(part in parts for part in MXFP4_PARTS):
+    if any(suffix in components for suffix in MXFP4_PARTS):
         needed = list(MXFP4_PARTS)
-    elif "qweight" in parts:
+    elif "qweight" in components:
         needed = ["qzeros", "scales"]
-    elif "weight_packed" in parts:
+    elif "weight_packed" in components:
         needed = ["weight_scale"]
     else:
-        needed = ["weight", "weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"]
-    return [name for name in needed if name not in parts]
+        needed = [
+            "weight",
+            "weight_scale_inv" if "weight_scale_inv" in components else "weight_scale",
+        ]
+    return [name for name in needed if name not in components]
 
 
-def part_dtypes(part: str, parts: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the dtypes that a part of a quantized matrix may have, given all of its parts."""
-    if part == "weight_zero_point" and "weight" in parts:
+def component_dtypes(suffix: str, components: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the dtypes that a component of a quantized matrix may have, given all of them."""
+    if suffix == "weight_zero_point" and "weight" in components:
         return ("I8",)  # not packed
-    return PART_DTYPES[part]
+    return COMPONENT_DTYPES[suffix]
 
 
 def matrix_format(
-    quantization: QuantizationConfig | None, parts: Mapping[str, Any], shape: tuple[int, ...]
+    quantization: QuantizationConfig | None, components: Mapping[str, Any], shape: tuple[int, ...]
 ) -> WeightFormat:
     """Returns the format of a quantized matrix, without reading it.
 
     Args:
       quantization: the checkpoint's.
-      parts: the shape and dtype of each part, as `gather` returns them.
+      components: the shape and dtype of each component, as `gather` returns them.
       shape: shape of the matrix, [outputs, inputs].
     """
     assert quantization is not None  # `gather` found parts
     inputs = shape[1]
-    if "_blocks" in parts:
+    if "_blocks" in components:
         return WeightFormat(8, MXFP4_GROUP)
-    scale = next((parts[name].shape for name in SCALES if name in parts), ())
+    scale = next((components[name].shape for name in SCALES if name in components), ())
     groups = scale[quantization.method not in ("awq", "gptq")] if len(scale) == 2 else 1
     if quantization.group is not None:
         _check_group(quantization.group, groups, inputs)
     if groups < 1 or inputs % groups:
         raise ValueError(f"its {inputs} inputs are not a multiple of its {groups} groups")
     bits, is_float = 8, False
-    if "qweight" in parts:
+    if "qweight" in components:
         zeros = not quantization.symmetric
-        bits = 4 if quantization.method == "awq" else _bits(parts["qweight"].shape[0], inputs)
+        bits = 4 if quantization.method == "awq" else _bits(components["qweight"].shape[0], inputs)
     else:
-        zeros = "weight_zero_point" in parts or "weight_min" in parts
-        if "weight_packed" in parts:
-            bits = _bits(parts["weight_packed"].shape[1], inputs)
+        zeros = "weight_zero_point" in components or "weight_min" in components
+        if "weight_packed" in components:
+            bits = _bits(components["weight_packed"].shape[1], inputs)
         else:
-            is_float = parts["weight"].dtype == "F8_E4M3"
+            is_float = components["weight"].dtype == "F8_E4M3"
     return WeightFormat(bits, None if groups == 1 else inputs // groups, zeros, is_float)
 
 
@@ -388,36 +391,38 @@ def parameters(
 
 
 def read_matrix(
-    quantization: QuantizationConfig | None, parts: Mapping[str, np.ndarray], shape: tuple[int, ...]
+    quantization: QuantizationConfig | None,
+    components: Mapping[str, np.ndarray],
+    shape: tuple[int, ...],
 ) -> Matrix:
     """Returns a quantized matrix.
 
     Args:
       quantization: the checkpoint's.
-      parts: the stored tensors by the last part of their names, as `gather` returns them.
+      components: the stored tensors by the last part of their names, as `gather` returns them.
       shape: shape of the matrix, [outputs, inputs].
 
-    Raises ValueError for missing or wrongly shaped parts, and for groups of inputs that are not
-    contiguous.
+    Raises ValueError for missing or wrongly shaped components, and for groups of inputs that are
+    not contiguous.
     """
     assert quantization is not None  # `gather` found parts
     inputs = shape[1]
-    if "qweight" in parts:
+    if "qweight" in components:
         matrix = (
-            _read_awq(parts)
+            _read_awq(components)
             if quantization.method == "awq"
-            else _read_gptq(parts, quantization, inputs)
+            else _read_gptq(components, quantization, inputs)
         )
-    elif "_blocks" in parts:
-        matrix = _read_mxfp4(parts)
-    elif "weight_packed" in parts:
-        matrix = _read_packed(parts, shape)
+    elif "_blocks" in components:
+        matrix = _read_mxfp4(components)
+    elif "weight_packed" in components:
+        matrix = _read_packed(components, shape)
     else:
-        matrix = _read_unpacked(parts, quantization.block)
+        matrix = _read_unpacked(components, quantization.block)
     _check(matrix, shape)
     for name in ("g_idx", "weight_g_idx"):
-        if name in parts:
-            _check_order(name, parts[name], inputs // matrix.scales.shape[1])
+        if name in components:
+            _check_order(name, components[name], inputs // matrix.scales.shape[1])
     return matrix
 
 
@@ -443,9 +448,9 @@ def _check_order(name: str, groups: np.ndarray, size: int) -> None:
         )
 
 
-def _read_mxfp4(parts: Mapping[str, np.ndarray]) -> Matrix:
+def _read_mxfp4(components: Mapping[str, np.ndarray]) -> Matrix:
     """Returns the matrix of all experts [X * O, I], whose groups have a power of two as scale."""
-    blocks, exponents = parts["_blocks"], parts["_scales"]  # [X, O, G, 16], [X, O, G]
+    blocks, exponents = components["_blocks"], components["_scales"]  # [X, O, G, 16], [X, O, G]
     groups = blocks.shape[-2]
     values = np.stack([E2M1[blocks & 15], E2M1[blocks >> 4]], -1)
     scales = np.ldexp(np.float32(0.5), exponents.astype(np.int32) - 127)
@@ -473,23 +478,25 @@ def _signed(unsigned: np.ndarray, bits: int) -> np.ndarray:
     return (unsigned ^ (1 << (bits - 1))).view(np.int8) if bits == 8 else unsigned.view(np.int8) - 8
 
 
-def _read_awq(parts: Mapping[str, np.ndarray]) -> Matrix:
+def _read_awq(components: Mapping[str, np.ndarray]) -> Matrix:
     """AutoAWQ's layout "gemm": words of 8 outputs, interleaved."""
 
     def columns(words):
         slots = _unpack(words, 4).reshape(len(words), -1, 8)[..., AWQ_SLOTS]
         return _signed(slots.reshape(len(words), -1), 4).T
 
-    return Matrix(columns(parts["qweight"]), parts["scales"].T, columns(parts["qzeros"]), 4)
+    return Matrix(
+        columns(components["qweight"]), components["scales"].T, columns(components["qzeros"]), 4
+    )
 
 
 def _read_gptq(
-    parts: Mapping[str, np.ndarray], quantization: QuantizationConfig, inputs: int
+    components: Mapping[str, np.ndarray], quantization: QuantizationConfig, inputs: int
 ) -> Matrix:
     """AutoGPTQ's layout: values in words of inputs, zero points in words of outputs."""
-    words = parts["qweight"]
+    words = components["qweight"]
     bits = _bits(len(words), inputs)
-    values, stored = _signed(_unpack(words.T, bits), bits), _unpack(parts["qzeros"], bits)
+    values, stored = _signed(_unpack(words.T, bits), bits), _unpack(components["qzeros"], bits)
 
     def zeros(offset: int) -> np.ndarray:
         return _signed(((stored + offset) & (2**bits - 1)).T, bits)
@@ -497,12 +504,12 @@ def _read_gptq(
     offset, other = quantization.zero_offset, 1 - quantization.zero_offset
     if not quantization.symmetric:
         _check_offset(values, zeros(offset), zeros(other), offset)
-        return Matrix(values, parts["scales"].T, zeros(offset), bits)
+        return Matrix(values, components["scales"].T, zeros(offset), bits)
     if zeros(offset).any() and zeros(other).any():  # some files name the other format
         raise ValueError(
             "it has zero points, and quantization_config has sym=true: set it to false"
         )
-    return Matrix(values, parts["scales"].T, None, bits)
+    return Matrix(values, components["scales"].T, None, bits)
 
 
 def _check_offset(values: np.ndarray, zeros: np.ndarray, others: np.ndarray, offset: int) -> None:
@@ -535,30 +542,30 @@ def _bits(words: int, values: int) -> int:
     )
 
 
-def _read_packed(parts: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> Matrix:
+def _read_packed(components: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> Matrix:
     """compressed-tensors' "pack-quantized": words of inputs; zero points in words of outputs.
 
     `weight_min` instead of zero points is a matrix of a GGUF file: values from 0, times the scale,
     plus the minimum.
     """
     outputs, inputs = shape
-    words, scales, zeros = parts["weight_packed"], parts["weight_scale"], None
+    words, scales, zeros = components["weight_packed"], components["weight_scale"], None
     bits = _bits(words.shape[1], inputs)
     values = _signed(_unpack(words, bits)[:, :inputs], bits)
-    if "weight_zero_point" in parts:
-        zeros = _unpack(parts["weight_zero_point"].T, bits)[:, :outputs]
+    if "weight_zero_point" in components:
+        zeros = _unpack(components["weight_zero_point"].T, bits)[:, :outputs]
         zeros = _signed(zeros, bits).T
-    if "weight_min" in parts:
-        minima = parts["weight_min"].astype(np.float64)
+    if "weight_min" in components:
+        minima = components["weight_min"].astype(np.float64)
         zeros = -(2 ** (bits - 1)) - np.divide(minima, scales, where=scales != 0, out=minima)
     return Matrix(values, scales, zeros, bits)
 
 
-def _read_unpacked(parts: Mapping[str, np.ndarray], block: tuple[int, int] | None) -> Matrix:
+def _read_unpacked(components: Mapping[str, np.ndarray], block: tuple[int, int] | None) -> Matrix:
     """int8 or float8 values, with a scale per matrix, output, group or block."""
-    values = parts["weight"]
+    values = components["weight"]
     outputs, inputs = values.shape
-    scales = parts["weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"]
+    scales = components["weight_scale_inv" if "weight_scale_inv" in components else "weight_scale"]
     if block is not None and scales.ndim == 2:
         rows, columns = block
         if inputs % columns:
@@ -567,7 +574,7 @@ def _read_unpacked(parts: Mapping[str, np.ndarray], block: tuple[int, int] | Non
                 "supported: load the unquantized checkpoint"
             )
         scales = np.repeat(scales, rows, 0)[:outputs]
-    zeros = parts.get("weight_zero_point")
+    zeros = components.get("weight_zero_point")
     zeros = None if zeros is None else _per_output(zeros, outputs)
     return Matrix(values, _per_output(scales, outputs), zeros, 8)
 

@@ -224,12 +224,12 @@ def _check_quantized(k_prefix, v_prefix) -> None:
         )
     for name in quantized:
         x = caches[name]
-        for part, array, shape, dtype in (
+        for field, array, shape, dtype in (
             ("values", x.values, x.values.shape, jnp.int8),
             ("scales", x.scales, x.shape[:-1], jnp.float32),
         ):
             if array.shape != shape or array.dtype != dtype:
                 raise ValueError(
-                    f"{name}.{part} is {array.dtype}{list(array.shape)}: it must be "
+                    f"{name}.{field} is {array.dtype}{list(array.shape)}: it must be "
                     f"{jnp.dtype(dtype)}{list(shape)}; write both leaves as `quantize` returns them"
                 )

@@ -62,10 +62,10 @@ def join(a: Partial, b: Partial) -> Partial:
     return Partial(total, peak, a.weight * scale_a + b.weight * scale_b)
 
 
-def finish(part: Partial) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows"]]:
+def finish(partial: Partial) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows"]]:
     """Returns the output and log-sum-exp; zeros and EMPTY_LSE for a row that sees no key."""
-    weight = jnp.where(part.weight == 0, 1, part.weight)
-    return part.total / weight[..., None], part.peak + jnp.log(weight)
+    weight = jnp.where(partial.weight == 0, 1, partial.weight)
+    return partial.total / weight[..., None], partial.peak + jnp.log(weight)
 
 
 def merge(

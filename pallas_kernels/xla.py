@@ -53,14 +53,14 @@ def attend(
     kv_heads = k_prefix.shape[1]
     group = heads // kv_heads
     rows = grouped_rows(q, kv_heads)
-    part = _attend_new(rows, k_new, v_new, jnp.repeat(mask, group, axis=1), softcap)
+    partial = _attend_new(rows, k_new, v_new, jnp.repeat(mask, group, axis=1), softcap)
     if k_prefix.shape[2]:
         if seen_from is not None:
             seen_from = jnp.repeat(seen_from, group, axis=1)
-        part = _attend_prefix(
-            rows, k_prefix, v_prefix, lengths, part, first_row, seen_from, softcap
+        partial = _attend_prefix(
+            rows, k_prefix, v_prefix, lengths, partial, first_row, seen_from, softcap
         )
-    out, lse = finish(part)
+    out, lse = finish(partial)
     return ungrouped(out, length, heads), ungrouped(lse, length, heads)
 
 
@@ -173,12 +173,12 @@ def _attend_prefix(
     k: Float[Array, "B K S D"] | Quantized,
     v: Float[Array, "B K S D"] | Quantized,
     lengths: Int[Array, " B"],
-    part: Partial,
+    partial: Partial,
     first_row: Int[Array, ""] | int | None,
     seen_from: Int[Array, "B R"] | None,
     softcap: float | None,
 ) -> Partial:
-    """Returns `part` merged with the attention to the slots that the rows see."""
+    """Returns `partial` merged with the attention to the slots that the rows see."""
     row_range = None if first_row is None else (first_row, rows.shape[0])
     slots = k.shape[2]
     longest: Array = jnp.clip(lengths.max(), 0, slots)
@@ -186,23 +186,23 @@ def _attend_prefix(
     if seen_from is not None:  # of a ring that has wrapped, any slot may be seen
         earliest = jnp.where(lengths.max() <= slots, jnp.clip(seen_from.min(), 0, longest), 0)
 
-    def at_once(part):
+    def at_once(partial):
         live = visible_slots(jnp.arange(slots), slots, lengths, seen_from)
-        return join(part, _attend_slots(rows, k, v, live, softcap))
+        return join(partial, _attend_slots(rows, k, v, live, softcap))
 
-    def step(start, first, part):
+    def step(start, first, partial):
         slot = start + jnp.arange(min(BLOCK, slots))
         live = visible_slots(slot, slots, lengths, seen_from) & (slot >= first)
         keys, values = (_slice_block(x, start, row_range) for x in (k, v))
-        return join(part, _attend_slots(rows, keys, values, live, softcap))
+        return join(partial, _attend_slots(rows, keys, values, live, softcap))
 
-    def in_blocks(part):
-        return _loop_over_blocks(step, slots, longest, part, earliest)
+    def in_blocks(partial):
+        return _loop_over_blocks(step, slots, longest, partial, earliest)
 
     # Dequantized caches, and selected rows of a cache, are copies: blocks keep them small.
     if row_range is not None or (isinstance(k, Quantized) and slots > BLOCK):
-        return in_blocks(part)
-    return _once_or_in_blocks(at_once, in_blocks, rows, slots, longest, part)
+        return in_blocks(partial)
+    return _once_or_in_blocks(at_once, in_blocks, rows, slots, longest, partial)
 
 
 def _once_or_in_blocks(

@@ -32,17 +32,17 @@ def put(tree: Any, sharding: jax.sharding.Sharding) -> Any:
     """
     if sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
-    return jax.tree.map(lambda x: _put_part(x, sharding), tree)
+    return jax.tree.map(lambda x: _put_shard(x, sharding), tree)
 
 
-def _put_part(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+def _put_shard(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         if x.sharding.is_equivalent_to(sharding, x.ndim):
             return x
         return jax.jit(lambda x: x, out_shardings=sharding)(x)
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         data, impl = np.asarray(jax.random.key_data(x)), jax.random.key_impl(x)
-        return jax.random.wrap_key_data(_put_part(data, sharding), impl=impl)
+        return jax.random.wrap_key_data(_put_shard(data, sharding), impl=impl)
     host = np.asarray(x)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 

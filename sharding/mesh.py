@@ -83,13 +83,13 @@ def parse_mesh(text: str) -> MeshSize:
     Raises:
       ValueError: the text has another form.
     """
-    parts = [re.fullmatch(r"(\w+)=(\d+)", part) for part in text.split(",")]
-    names = [part[1] for part in parts if part]
-    if len(names) < len(parts) or len(set(names)) < len(names) or set(names) - set(AXES):
+    matches = [re.fullmatch(r"(\w+)=(\d+)", axis) for axis in text.split(",")]
+    names = [match[1] for match in matches if match]
+    if len(names) < len(matches) or len(set(names)) < len(names) or set(names) - set(AXES):
         raise ValueError(
             f"{text!r} is not a valid mesh: use stage=2,data=2,model=2, or some of these"
         )
-    size = MeshSize(**{part[1]: int(part[2]) for part in parts if part})
+    size = MeshSize(**{match[1]: int(match[2]) for match in matches if match})
     if min(size) < 1:
         raise ValueError(f"mesh {text}: every number must be at least 1")
     return size

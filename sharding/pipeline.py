@@ -47,39 +47,39 @@ def pipelined(
     rows = x.shape[0] // micro_batches
     to_next = [(s, s + 1) for s in range(stages - 1)]
 
-    def work(part, first, previous):
+    def work(inputs, first, previous):
         del previous
-        return run(part, None if micro_batches == 1 else first)
+        return run(inputs, None if micro_batches == 1 else first)
 
-    def idle(part, first, previous):
-        del part, first
+    def idle(inputs, first, previous):
+        del inputs, first
         return previous
 
     def work_or_idle(busy, *operands):
         return lax.cond(busy, work, idle, *operands)
 
-    def work_always(busy, part, first, previous):
-        new = work(part, first, previous)
+    def work_always(busy, inputs, first, previous):
+        new = work(inputs, first, previous)
         return jax.tree.map(lambda new, old: jnp.where(busy, new, old), new, previous)
 
     shapes = jax.eval_shape(work, x[:rows], jnp.int32(0), None)
 
     def step(carry, t):
         sent, results = carry
-        part = lax.ppermute(collectives.local_slice(sent, (), axis_names), STAGE, to_next)
-        received = collectives.all_gather(part, axis_names)
+        shard = lax.ppermute(collectives.local_slice(sent, (), axis_names), STAGE, to_next)
+        received = collectives.all_gather(shard, axis_names)
         micro_batch = t - stage
         first = (jnp.clip(micro_batch, 0, micro_batches - 1) * rows).astype(jnp.int32)
-        part = jnp.where(stage == 0, lax.dynamic_slice_in_dim(x, first, rows), received)
+        inputs = jnp.where(stage == 0, lax.dynamic_slice_in_dim(x, first, rows), received)
         busy = (micro_batch >= 0) & (micro_batch < micro_batches)
         # An idle stage writes back what it reads, so that a finished result stays. On a GPU `cond`
         # would synchronize with the host: there an idle stage computes and discards the result.
         previous = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, rows), results)
         new = lax.platform_dependent(
-            busy, part, first, previous, cpu=work_or_idle, default=work_always
+            busy, inputs, first, previous, cpu=work_or_idle, default=work_always
         )
         results = jax.tree.map(
-            lambda x, part: lax.dynamic_update_slice_in_dim(x, part, first, 0), results, new
+            lambda x, update: lax.dynamic_update_slice_in_dim(x, update, first, 0), results, new
         )
         return (new[0], results), None
 
@@ -110,15 +110,15 @@ def broadcast_from_first(tree: Any) -> Any:
     traced = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
     joined = jnp.concatenate([leaf.ravel() for leaf in traced])
     joined = lax.psum(jnp.where(stage_index() == 0, joined, 0), STAGE)
-    parts = iter(jnp.split(joined, np.cumsum([leaf.size for leaf in traced])[:-1]))
+    arrays = iter(jnp.split(joined, np.cumsum([leaf.size for leaf in traced])[:-1]))
     received = [
-        next(parts).reshape(leaf.shape) if isinstance(leaf, jax.Array) else leaf for leaf in leaves
+        next(arrays).reshape(leaf.shape) if isinstance(leaf, jax.Array) else leaf for leaf in leaves
     ]
     return jax.tree.unflatten(treedef, received)
 
 
 def broadcast_from(stage: int, x: Array, axis_names: collectives.AxisNames = ()) -> Array:
     """Returns the x of a stage on every stage; `axis_names` as in `pipelined`."""
-    part = collectives.local_slice(x, (), axis_names)
-    part = jnp.where(stage_index() == stage, part, jnp.zeros_like(part))
-    return collectives.all_gather(lax.psum(part, STAGE), axis_names)
+    shard = collectives.local_slice(x, (), axis_names)
+    shard = jnp.where(stage_index() == stage, shard, jnp.zeros_like(shard))
+    return collectives.all_gather(lax.psum(shard, STAGE), axis_names)

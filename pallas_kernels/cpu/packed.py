@@ -267,8 +267,8 @@ def dequantize(matrix: Packed, xp: Any = jnp) -> Float[Array, "*O inputs"]:
             values = values | ((high >> shifts) & 1) << 4
         if fmt.bits == 6:
             shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None, None]
-            parts = [((high[..., i : i + 1, :, :] >> shifts) & 3) << 4 for i in (0, 1)]
-            values = values | xp.concatenate(parts, -3)
+            upper = [((high[..., i : i + 1, :, :] >> shifts) & 3) << 4 for i in (0, 1)]
+            values = values | xp.concatenate(upper, -3)
     values = values.swapaxes(-3, -2).reshape(blocks, units, -1, OUTPUTS, GROUP)
     values = values.astype(np.float32) - fmt.offset
     if fmt.scaled < GROUP:  # [blocks, units, scales, 16, scaled]
