@@ -353,14 +353,14 @@ class DecoderConfig:
 
         Layers of a kind have equal ones.
         """
-        return _of_kind(self, self.slides[layer], self.kv_sources[layer] is not None)
+        return _layer_config(self, self.slides[layer], self.kv_sources[layer] is not None)
 
     @property
     def kv_sources(self) -> tuple[int | None, ...]:
         """The layer whose keys and values each layer reads; None: its own."""
         first, slides = self.num_layers - self.shared_kv_layers, self.slides
-        last = {kind: layer for layer, kind in enumerate(slides[:first])}
-        return tuple(None if i < first else last[kind] for i, kind in enumerate(slides))
+        last = {windowed: layer for layer, windowed in enumerate(slides[:first])}
+        return tuple(None if i < first else last[windowed] for i, windowed in enumerate(slides))
 
     def _check_parallel_experts(self) -> None:
         if self.parallel_experts and (
@@ -405,7 +405,7 @@ class DecoderConfig:
         windowed = BY_POSITIONS if self.window_positions is None else BY_WINDOW_POSITIONS
         rotated = [windowed if slides else BY_POSITIONS for slides in self.slides]
         unrotated = self.unrotated_layers
-        return tuple(UNROTATED if i in unrotated else kind for i, kind in enumerate(rotated))
+        return tuple(UNROTATED if i in unrotated else x for i, x in enumerate(rotated))
 
     def frequencies(self, rotation: int) -> tuple[Any, Any]:
         """Returns the radians per position and the factor on cosine and sine of a layer (`Rope`).
@@ -518,7 +518,7 @@ class DecoderConfig:
 
 
 @functools.lru_cache(maxsize=64)
-def _of_kind(config: DecoderConfig, slides: bool, shares: bool) -> DecoderConfig:
+def _layer_config(config: DecoderConfig, slides: bool, shares: bool) -> DecoderConfig:
     """Returns the config of layers with a window, or of those without one.
 
     With `shares` they read the keys and values of another layer.

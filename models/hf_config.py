@@ -41,20 +41,20 @@ OPTIONAL = {
 FIELD_TYPES = json_types(DecoderConfig)
 
 
-def drafter_head(kind: str) -> str:
+def drafter_head(method: str) -> str:
     """Returns the error for a drafter that reads a target's hidden states and cannot run alone."""
     return (
-        f"this is a drafter of kind {kind}, which reads the hidden states of its target and is not "
-        "supported: draft with a small model of the target's vocabulary (small:PATH), an EAGLE-3 "
-        "head (eagle:PATH), self:streaming:256 or prompt-lookup:4"
+        f"this is a drafter of kind {method}, which reads the hidden states of its target and is "
+        "not supported: draft with a small model of the target's vocabulary (small:PATH), an "
+        "EAGLE-3 head (eagle:PATH), self:streaming:256 or prompt-lookup:4"
     )
 
 
 def _refuse_heads(raw: Mapping[str, Any]) -> None:
     names = " ".join(map(str, (raw.get("model_type"), *(raw.get("architectures") or ())))).lower()
-    for kind in ("eagle", "medusa", "mlp_speculator"):
-        if kind in names or f"{kind}_num_heads" in raw:  # Medusa's config has no other sign
-            raise ValueError(drafter_head(kind))
+    for method in ("eagle", "medusa", "mlp_speculator"):
+        if method in names or f"{method}_num_heads" in raw:  # Medusa's config has no other sign
+            raise ValueError(drafter_head(method))
 
 
 def read_config(raw: Mapping[str, Any], file: str = "config.json") -> DecoderConfig:

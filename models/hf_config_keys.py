@@ -83,15 +83,15 @@ TYPE_NAMES |= {dict: "an object", list: "an array"}
 def json_types(settings: type) -> dict[str, type]:
     """Returns the type of each field in JSON; fields may also be null."""
     hints = typing.get_type_hints(settings)  # such as int, or `int | None`, or tuple[float, ...]
-    kinds = {name: (*typing.get_args(hint), hint)[0] for name, hint in hints.items()}
-    return kinds | {n: list for n, hint in hints.items() if typing.get_origin(hint) is tuple}
+    types = {name: (*typing.get_args(hint), hint)[0] for name, hint in hints.items()}
+    return types | {n: list for n, hint in hints.items() if typing.get_origin(hint) is tuple}
 
 
-def check_type(name: str, value: Any, kind: type, file: str = "config.json") -> None:
+def check_type(name: str, value: Any, expected: type, file: str = "config.json") -> None:
     """Raises ValueError unless a value of a file has a type."""
-    accepted = {float: (int, float), list: (list, tuple)}.get(kind, kind)
-    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-        raise ValueError(f"{name}={value!r} must be {TYPE_NAMES[kind]}: correct {file}")
+    accepted = {float: (int, float), list: (list, tuple)}.get(expected, expected)
+    if not isinstance(value, accepted) or (isinstance(value, bool) and expected is not bool):
+        raise ValueError(f"{name}={value!r} must be {TYPE_NAMES[expected]}: correct {file}")
 
 
 @functools.cache

@@ -84,21 +84,21 @@ MROPE = ("mrope_section", "mrope_interleaved")
 
 def _read_rope(reader: ConfigReader, settings: Settings) -> Settings:
     """Returns the rotary settings of `rope_parameters` (transformers 5) or the two older keys."""
-    outside = {
+    top_level = {
         "rope_theta": reader.get("rope_theta", 10000.0),
         "original_max_position_embeddings": reader.get("original_max_position_embeddings"),
         "max_position_embeddings": settings["max_positions"],
     }
-    if _rotates_part(reader):
-        outside["partial_rotary_factor"] = reader.get("partial_rotary_factor", 1.0)
+    if _has_partial_rotary(reader):
+        top_level["partial_rotary_factor"] = reader.get("partial_rotary_factor", 1.0)
     given = [key for key in ("rope_scaling", "rope_parameters") if reader.raw.get(key) is not None]
-    parsed = {key: _parse_rope(reader, key, reader.get(key), outside) for key in given}
+    parsed = {key: _parse_rope(reader, key, reader.get(key), top_level) for key in given}
     if len(set(parsed.values())) > 1:
         raise ValueError(f"rope_scaling and rope_parameters disagree: {parsed}; keep one of them")
     rope = next(iter(parsed.values()), None)
     if rope is None:
         default = reader.defaults.get("rope_parameters", {})
-        rope = _parse_rope(reader, "rope_parameters", default, outside)
+        rope = _parse_rope(reader, "rope_parameters", default, top_level)
     positions = settings["max_positions"]
     if rope.original_max_positions is not None:
         if rope.kind == "yarn":
@@ -110,35 +110,35 @@ def _read_rope(reader: ConfigReader, settings: Settings) -> Settings:
     return {"positions": rope, "max_positions": positions}
 
 
-def _rotates_part(reader: ConfigReader) -> bool:
+def _has_partial_rotary(reader: ConfigReader) -> bool:
     """Returns whether models of the family may rotate a part of each head."""
-    kinds = {"longrope", "proportional"}.intersection(reader.rope_kinds)
-    return bool(kinds) or "partial_rotary_factor" in reader.defaults
+    partial_types = {"longrope", "proportional"}.intersection(reader.rope_kinds)
+    return bool(partial_types) or "partial_rotary_factor" in reader.defaults
 
 
 def _parse_rope(
-    reader: ConfigReader, key: str, settings: Mapping[str, Any], outside: Mapping[str, Any]
+    reader: ConfigReader, key: str, settings: Mapping[str, Any], top_level: Mapping[str, Any]
 ) -> Rope:
-    """Returns the settings of one key; `outside` has those that may be next to it."""
-    kinds = reader.rope_kinds
+    """Returns the settings of one key; `top_level` has those that may be next to it."""
+    rope_types = reader.rope_kinds
     settings = {name: value for name, value in settings.items() if value is not None}
-    kind = settings.pop("rope_type", settings.pop("type", "default"))
-    if kind in ("su", "yarn") and "longrope" in kinds:  # its names in old files of Phi-3
-        kind = "longrope"
-    if kind not in kinds:
+    rope_type = settings.pop("rope_type", settings.pop("type", "default"))
+    if rope_type in ("su", "yarn") and "longrope" in rope_types:  # its names in old files of Phi-3
+        rope_type = "longrope"
+    if rope_type not in rope_types:
         raise ValueError(
-            f"{key} has type {kind!r}, which is not supported: it must be one of "
-            + ", ".join(kinds)
+            f"{key} has type {rope_type!r}, which is not supported: it must be one of "
+            + ", ".join(rope_types)
         )
     for name, value in settings.items():
         if field := ROPE_KEYS.get(name):
             check_type(f"{name} of {key}", value, ROPE_TYPES[field])
-    theta = settings.pop("rope_theta", outside["rope_theta"])
+    theta = settings.pop("rope_theta", top_level["rope_theta"])
     check_type(f"rope_theta of {key}", theta, float)
     for name in ("finetuned", *MROPE):  # no effect on inference
         settings.pop(name, None)
-    partial = settings.pop("partial_rotary_factor", outside.get("partial_rotary_factor", 1.0))
-    if partial != 1.0 and not _rotates_part(reader):
+    partial = settings.pop("partial_rotary_factor", top_level.get("partial_rotary_factor", 1.0))
+    if partial != 1.0 and not _has_partial_rotary(reader):
         raise ValueError(
             f"{key} has partial_rotary_factor={partial}, which is not supported: it must be 1.0"
         )
@@ -149,19 +149,19 @@ def _parse_rope(
         )
     reader.unknown += [f"{name} of {key}" for name in sorted(set(settings) - set(ROPE_KEYS))]
     positions, original = (
-        outside[name] for name in ("max_position_embeddings", "original_max_position_embeddings")
+        top_level[name] for name in ("max_position_embeddings", "original_max_position_embeddings")
     )
     if original is not None:
         settings["original_max_position_embeddings"] = original
     settings.setdefault("original_max_position_embeddings", positions)
-    if kind in ("yarn", "longrope"):  # DeepSeek and Phi-3 omit the factor
+    if rope_type in ("yarn", "longrope"):  # DeepSeek and Phi-3 omit the factor
         settings.setdefault("factor", positions / settings["original_max_position_embeddings"])
-    if missing := [name for name in ROPE_NEEDS[kind] if name not in settings]:
+    if missing := [name for name in ROPE_NEEDS[rope_type] if name not in settings]:
         them = "them" if len(missing) > 1 else "it"
-        raise ValueError(f"{key} of type {kind!r} lacks {', '.join(missing)}: add {them}")
-    fields = {ROPE_KEYS[name]: settings[name] for name in ROPE_READS[kind] if name in settings}
+        raise ValueError(f"{key} of type {rope_type!r} lacks {', '.join(missing)}: add {them}")
+    fields = {ROPE_KEYS[name]: settings[name] for name in ROPE_READS[rope_type] if name in settings}
     fields = {n: tuple(x) if isinstance(x, list) else x for n, x in fields.items()}
-    return Rope(theta=float(theta), kind=kind, partial_rotary_factor=partial, **fields)
+    return Rope(theta=float(theta), kind=rope_type, partial_rotary_factor=partial, **fields)
 
 
 def _read_window(reader: ConfigReader, settings: Settings) -> Settings:
@@ -212,21 +212,21 @@ def _windowed(window: int | None, full: tuple[int, ...], layers: int) -> Setting
 
 def _full_layers(reader: ConfigReader, layers: int, default: Iterable[int]) -> tuple[int, ...]:
     """Returns the layers without a window: those of `layer_types`, by default others."""
-    kinds = reader.get("layer_types")
-    if kinds is None:
+    layer_types = reader.get("layer_types")
+    if layer_types is None:
         return tuple(default)
-    for kind in kinds:
-        if kind not in (FULL, SLIDING):
+    for layer_type in layer_types:
+        if layer_type not in (FULL, SLIDING):
             raise ValueError(
-                f"layer_types names {kind!r}, which is not supported: every layer must have "
+                f"layer_types names {layer_type!r}, which is not supported: every layer must have "
                 f"{FULL!r} or {SLIDING!r}"
             )
-    if len(kinds) != layers:
+    if len(layer_types) != layers:
         raise ValueError(
-            f"layer_types has {len(kinds)} entries, and num_hidden_layers is {layers}: correct "
-            "one of them"
+            f"layer_types has {len(layer_types)} entries, and num_hidden_layers is {layers}: "
+            "correct one of them"
         )
-    return tuple(layer for layer, kind in enumerate(kinds) if kind == FULL)
+    return tuple(layer for layer, layer_type in enumerate(layer_types) if layer_type == FULL)
 
 
 def _read_unrotated_layers(reader: ConfigReader, settings: Settings) -> Settings:
@@ -251,18 +251,18 @@ def _read_delta_net(reader: ConfigReader, settings: Settings) -> Settings:
     if period < 1:
         raise ValueError(f"full_attention_interval={period}: it must be 1 or more")
     full = range(period - 1, layers, period)
-    kinds = reader.get("layer_types", [FULL if i in full else LINEAR for i in range(layers)])
-    if unknown := [kind for kind in kinds if kind not in (FULL, LINEAR)]:
+    layer_types = reader.get("layer_types", [FULL if i in full else LINEAR for i in range(layers)])
+    if unknown := [layer_type for layer_type in layer_types if layer_type not in (FULL, LINEAR)]:
         raise ValueError(
             f"layer_types names {unknown[0]!r}, which is not supported: every layer must have "
             f"{FULL!r} or {LINEAR!r}"
         )
-    if len(kinds) != layers:
+    if len(layer_types) != layers:
         raise ValueError(
-            f"layer_types has {len(kinds)} entries, and num_hidden_layers is {layers}: correct "
-            "one of them"
+            f"layer_types has {len(layer_types)} entries, and num_hidden_layers is {layers}: "
+            "correct one of them"
         )
-    linear = tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR)
+    linear = tuple(layer for layer, layer_type in enumerate(layer_types) if layer_type == LINEAR)
     shape = DeltaNetShape(**{field: reader.get(key) for key, field in DELTA_NET_KEYS.items()})
     return {"linear_layers": linear, "delta_net": shape if linear else None}
 
@@ -306,16 +306,17 @@ def _nested_ropes(
     if unknown := set(nested) - {FULL, SLIDING}:
         raise ValueError(f"rope_parameters names {sorted(unknown)}: it must name {FULL}, {SLIDING}")
     thetas = {FULL: reader.get("rope_theta", 1000000.0), SLIDING: local_theta}
-    outside = {
+    top_level = {
         "original_max_position_embeddings": None,
         "max_position_embeddings": settings["max_positions"],
     }
 
-    def parse(key, kind, value):
-        return _parse_rope(reader, key, value or {}, outside | {"rope_theta": thetas[kind]})
+    def parse(key, layer_type, value):
+        return _parse_rope(reader, key, value or {}, top_level | {"rope_theta": thetas[layer_type]})
 
     full, windowed = (
-        parse(f"rope_parameters of {kind}", kind, nested.get(kind)) for kind in (FULL, SLIDING)
+        parse(f"rope_parameters of {layer_type}", layer_type, nested.get(layer_type))
+        for layer_type in (FULL, SLIDING)
     )
     scaling = reader.get("rope_scaling")
     if (

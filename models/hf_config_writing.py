@@ -51,10 +51,10 @@ def _write_rope(config: DecoderConfig) -> dict[str, Any]:
         "rope_type": rope.kind,
         **{name: value for name, value in values.items() if value is not None},
     }
-    outside: dict[str, Any] = {"rope_theta": rope.theta}
+    top_level: dict[str, Any] = {"rope_theta": rope.theta}
     if rope.partial_rotary_factor != 1.0 or "partial_rotary_factor" in family.defaults:
-        outside["partial_rotary_factor"] = rope.partial_rotary_factor
-    raw = {"rope_parameters": outside | settings, **outside}
+        top_level["partial_rotary_factor"] = rope.partial_rotary_factor
+    raw = {"rope_parameters": top_level | settings, **top_level}
     raw["rope_scaling"] = None if rope.kind == "default" else settings
     if rope.kind == "longrope" and rope.original_max_positions is not None:
         raw["original_max_position_embeddings"] = rope.original_max_positions
@@ -88,15 +88,15 @@ def _write_alternating_window(config: DecoderConfig) -> dict[str, Any]:
 
 def _write_layer_types(config: DecoderConfig) -> dict[str, Any]:
     full = range(config.num_layers) if config.sliding_window is None else config.full_layers
-    kinds = (FULL if layer in full else SLIDING for layer in range(config.num_layers))
-    return {"layer_types": list(kinds)}
+    layer_types = (FULL if layer in full else SLIDING for layer in range(config.num_layers))
+    return {"layer_types": list(layer_types)}
 
 
 def _write_delta_net(config: DecoderConfig) -> dict[str, Any]:
-    kinds = [LINEAR if linear else FULL for linear in config.linear]
+    layer_types = [LINEAR if linear else FULL for linear in config.linear]
     shape = config.delta_net
     sizes = {key: getattr(shape, field) for key, field in DELTA_NET_KEYS.items() if shape}
-    return {"layer_types": kinds, **sizes}
+    return {"layer_types": layer_types, **sizes}
 
 
 def _write_full_heads(config: DecoderConfig) -> dict[str, Any]:
@@ -134,7 +134,11 @@ def _write_nested_ropes(config: DecoderConfig) -> dict[str, Any]:
         return {"rope_type": rope.kind, "rope_theta": rope.theta, **values}
 
     ropes = {FULL: config.rope, SLIDING: config.window_positions}
-    return {"rope_parameters": {kind: settings(rope) for kind, rope in ropes.items() if rope}}
+    return {
+        "rope_parameters": {
+            layer_type: settings(rope) for layer_type, rope in ropes.items() if rope
+        }
+    }
 
 
 def _write_two_ropes(config: DecoderConfig) -> dict[str, Any]:

@@ -275,17 +275,17 @@ def _quantization_config(formats: MatrixFormats, tensors: Iterable[Tensor]) -> d
     groups: dict[str, Any] = {}
     for i, (weight_format, names) in enumerate(modules.items()):
         targets = ["Linear"] if len(modules) == 1 else list(dict.fromkeys(names))
-        kind = "float-quantized" if weight_format.is_float else "pack-quantized"
+        stored_format = "float-quantized" if weight_format.is_float else "pack-quantized"
         groups[f"group_{i}"] = {
             "targets": targets,
             "weights": _settings(weight_format),
-            "format": kind,
+            "format": stored_format,
         }
-    kinds = {group["format"] for group in groups.values()}
+    stored_formats = {group["format"] for group in groups.values()}
     return {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
-        "format": kinds.pop() if len(kinds) == 1 else "mixed-precision",
+        "format": stored_formats.pop() if len(stored_formats) == 1 else "mixed-precision",
         "config_groups": groups,
         "ignore": list(dict.fromkeys(plain)),
     }

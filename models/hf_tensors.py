@@ -95,12 +95,12 @@ def mismatch(files: str, config: str, problems: Sequence[str], hint: str = "") -
       hint: what may be the reason of all.
     """
     lines, rest = list[str](), list(problems)
-    for kind in ("missing", "unexpected", ""):
-        of_kind = [problem for problem in rest if problem.startswith(kind)]
-        rest = [problem for problem in rest if not problem.startswith(kind)]
-        lines += of_kind[:SHOWN]
-        if len(of_kind) > SHOWN:
-            lines.append(f"and {len(of_kind) - SHOWN:,} more {kind or 'problems'}")
+    for prefix in ("missing", "unexpected", ""):
+        matching = [problem for problem in rest if problem.startswith(prefix)]
+        rest = [problem for problem in rest if not problem.startswith(prefix)]
+        lines += matching[:SHOWN]
+        if len(matching) > SHOWN:
+            lines.append(f"and {len(matching) - SHOWN:,} more {prefix or 'problems'}")
     count = f"{len(problems):,} problem{'s' if len(problems) > 1 else ''}"
     return ValueError("\n  ".join([f"the {files} do not match {config} ({count}){hint}:", *lines]))
 

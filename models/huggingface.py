@@ -359,8 +359,8 @@ def _token_ids(file: pathlib.Path, key: str, value: Any) -> Any:
     several = value if is_eos and isinstance(value, list) else [value]
     least = 0 if is_eos else -1  # in LLaMA 1, for no token
     if any(not isinstance(i, int) or isinstance(i, bool) or i < least for i in several):
-        kind = "a token id, or an array of token ids" if is_eos else "a token id"
-        raise ValueError(f"{file} has {key}={json.dumps(value)}: it must be {kind}")
+        expected = "a token id, or an array of token ids" if is_eos else "a token id"
+        raise ValueError(f"{file} has {key}={json.dumps(value)}: it must be {expected}")
     return tuple(several) if is_eos else value
 
 
@@ -382,9 +382,9 @@ def sampling_defaults(path: pathlib.Path) -> dict[str, Any]:
         generation = {"temperature": 1.0} | {k: x for k, x in generation.items() if x is not None}
     settings = {key: generation.get(key) for key in SAMPLING_KEYS}
     settings = {key: x for key, x in settings.items() if x is not None and x != SAMPLING_KEYS[key]}
-    for key, kind in SAMPLING_TYPES.items():
+    for key, expected_type in SAMPLING_TYPES.items():
         if key in settings:
-            check_type(key, settings[key], kind, GENERATION)
+            check_type(key, settings[key], expected_type, GENERATION)
     return settings
 
 
@@ -597,8 +597,8 @@ def _match(
 def _prefix_hint(problems: list[str]) -> str:
     """Returns the prefix without which the unexpected tensors are the missing ones, as a text."""
     missing, unexpected = (
-        {name for problem in problems for name in [problem.removeprefix(kind)] if name != problem}
-        for kind in ("missing ", "unexpected ")
+        {name for problem in problems for name in [problem.removeprefix(label)] if name != problem}
+        for label in ("missing ", "unexpected ")
     )
     first = min(missing, default="")
     for prefix in sorted(name.removesuffix(first) for name in unexpected if name.endswith(first)):
@@ -609,8 +609,8 @@ def _prefix_hint(problems: list[str]) -> str:
 
 def _is_empty_bias(name: str, where: Stored, matrices: dict[str, Any]) -> bool:
     """Returns whether a bias is zero, as AutoGPTQ adds to all matrices."""
-    module, _, kind = name.rpartition(".")
-    return kind == "bias" and f"{module}.weight" in matrices and not read_tensor(where).any()
+    module, _, parameter = name.rpartition(".")
+    return parameter == "bias" and f"{module}.weight" in matrices and not read_tensor(where).any()
 
 
 def _fold_tied(embedding: str, stored: dict[str, Stored]) -> dict[str, Stored]:

@@ -57,22 +57,22 @@ class WeightFormat:
         match = re.fullmatch(pattern, text) if isinstance(text, str) else None
         if match is None:
             raise ValueError(f"weights={text!r} is unknown: use {ON_CPU}")
-        kind, group, zeros = match.groups()
-        bits = int(kind[-1])
+        type_name, group, zeros = match.groups()
+        bits = int(type_name[-1])
         if group is None:
             size = INT4_GROUP if bits == 4 else None
         else:
             size = None if group == "channel" else int(group)
-        return cls(bits, size, zeros is not None, kind == "float8")
+        return cls(bits, size, zeros is not None, type_name == "float8")
 
     def __str__(self) -> str:
         """Returns the text that `parse` accepts."""
         default = INT4_GROUP if self.bits == 4 else None
         group = "" if self.group == default else f":{self.group or 'channel'}"
-        return f"{self._kind}{group}{'+zeros' * self.zeros}"
+        return f"{self._type_name}{group}{'+zeros' * self.zeros}"
 
     @property
-    def _kind(self) -> str:
+    def _type_name(self) -> str:
         return f"{'float' if self.is_float else 'int'}{self.bits}"
 
     @property
@@ -121,12 +121,12 @@ class WeightFormat:
             if size % self.group:
                 # float8 groups can be divided only: nothing is rounded to float8.
                 common = math.gcd(*inputs.values(), *(self.group,) * self.is_float)
-                fits = [f"{self._kind}:{g}" for g in (128, 64, 32, 16, 8) if common % g == 0]
+                fits = [f"{self._type_name}:{g}" for g in (128, 64, 32, 16, 8) if common % g == 0]
                 where = f"{size} inputs of {name}"
                 where += f" on each of {shards} devices" if shards > 1 else ""
                 raise ValueError(
                     f"weights={str(self)!r}: groups of {self.group} do not divide the {where}: "
-                    f"use {' or '.join(fits) or f'{self._kind}:{common}'}"
+                    f"use {' or '.join(fits) or f'{self._type_name}:{common}'}"
                 )
 
 

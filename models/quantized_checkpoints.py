@@ -106,9 +106,9 @@ def read_quantization_config(settings: Mapping[str, Any] | None) -> Quantization
         return None
     method = settings.get("quant_method")
     if method == "awq":
-        kind = settings.get("version") or settings.get("format") or "gemm"
-        if str(kind).lower() != "gemm":
-            raise _unsupported("awq with version", kind, ("gemm",))
+        layout = settings.get("version") or settings.get("format") or "gemm"
+        if str(layout).lower() != "gemm":
+            raise _unsupported("awq with version", layout, ("gemm",))
         if settings.get("backend") == "llm-awq":
             raise ValueError(
                 "quantization_config has backend='llm-awq', which is not supported: load a "
@@ -116,11 +116,11 @@ def read_quantization_config(settings: Mapping[str, Any] | None) -> Quantization
             )
         return QuantizationConfig(method, group=_group(settings))
     if method == "gptq":
-        kind = settings.get("checkpoint_format") or settings.get("format") or "gptq"
-        if kind not in ("gptq", "gptq_v2"):
-            raise _unsupported("gptq with checkpoint_format", kind, ("gptq", "gptq_v2"))
+        layout = settings.get("checkpoint_format") or settings.get("format") or "gptq"
+        if layout not in ("gptq", "gptq_v2"):
+            raise _unsupported("gptq with checkpoint_format", layout, ("gptq", "gptq_v2"))
         symmetric = settings.get("sym") is True
-        offset = int(kind == "gptq")
+        offset = int(layout == "gptq")
         return QuantizationConfig(
             method, zero_offset=offset, symmetric=symmetric, group=_group(settings)
         )
@@ -152,10 +152,10 @@ def _unsupported(name: str, value: Any, supported: tuple[str, ...]) -> ValueErro
 
 def _compressed_tensors(settings: Mapping[str, Any]) -> QuantizationConfig:
     groups = (settings.get("config_groups") or {}).values()
-    kinds = {group.get("format") or settings.get("format") for group in groups}
-    for kind in sorted(map(str, kinds)):
-        if kind not in FORMATS:
-            raise _unsupported("format", kind, FORMATS)
+    formats = {group.get("format") or settings.get("format") for group in groups}
+    for fmt in sorted(map(str, formats)):
+        if fmt not in FORMATS:
+            raise _unsupported("format", fmt, FORMATS)
     for name in UNSUPPORTED_SETTINGS:
         value = settings.get(name)
         dense = name == "sparsity_config" and value and value.get("format") == "dense"

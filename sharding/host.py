@@ -18,11 +18,12 @@ HOST = "pinned_host"
 def check_devices(devices: Sequence[Any] | None = None) -> None:
     """Raises ValueError unless the devices can read pinned host memory; None: the default one."""
     for device in jax.local_devices()[:1] if devices is None else devices:
-        kinds = [memory.kind for memory in device.addressable_memories()]
-        if HOST not in kinds:
+        memory_kinds = [memory.kind for memory in device.addressable_memories()]
+        if HOST not in memory_kinds:
             raise ValueError(
                 f"offload needs memory of kind {HOST}, and {device} has "
-                f"{', '.join(kinds) or 'none'}: load the model without offload, or use a GPU or CPU"
+                f"{', '.join(memory_kinds) or 'none'}: load the model without offload, or use a "
+                "GPU or CPU"
             )
 
 
@@ -64,8 +65,8 @@ def stream(
     outputs, part = list[Any](), fetch(0, carry)
     for step in range(len(parts)):
         next_part = fetch(step + 1, carry) if step + 1 < len(parts) else None  # beside this step
-        carry, of_step = run(carry, step, part)
-        outputs.append(of_step)
+        carry, step_outputs = run(carry, step, part)
+        outputs.append(step_outputs)
         part = next_part
     return carry, tuple(outputs)
 

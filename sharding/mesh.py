@@ -117,7 +117,7 @@ def factored(mesh: AnyMesh) -> Any:
         raise TypeError(
             f"mesh={mesh!r} is not a mesh: make one with magicjax.make_mesh(data, model)"
         )
-    automatic = all(kind == AxisType.Auto for kind in mesh.axis_types)
+    automatic = all(axis_type == AxisType.Auto for axis_type in mesh.axis_types)
     if automatic and mesh.axis_names == _names(len(mesh.axis_names)):
         return mesh
     if not set(mesh.axis_names) <= set(AXES):

@@ -29,10 +29,10 @@ def unsupported_reason(
     """
     if dtype is not None and jnp.dtype(dtype) not in DTYPES:
         return f"supports {' and '.join(d.name for d in DTYPES)}, not {jnp.dtype(dtype).name}"
-    kind = None if device is None else device.device_kind
-    if kind is None or (kind.startswith("TPU") and not kind.startswith(OLD)):
+    device_kind = None if device is None else device.device_kind
+    if device_kind is None or (device_kind.startswith("TPU") and not device_kind.startswith(OLD)):
         return None
-    return f"runs on TPUs from v5 on, and this device is {kind}"
+    return f"runs on TPUs from v5 on, and this device is {device_kind}"
 
 
 def attend(
