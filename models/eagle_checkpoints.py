@@ -184,7 +184,7 @@ def write_config(config: EagleConfig, layer: Mapping[str, Any]) -> dict[str, Any
 
 def canonical(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     """Returns the tensors by their names in SpecForge's layout."""
-    return {_canonical(name): where for name, where in tensors.items()}
+    return {_canonical(name): location for name, location in tensors.items()}
 
 
 def _canonical(name: str) -> str:

@@ -37,9 +37,9 @@ from pallas_kernels.cpu.packed import pack
 
 MAX_READERS = 4  # threads that read and dequantize parameters, one each
 
-Place = Stored | dict[str, Stored]  # of a tensor, or of the parts of a quantized matrix
-Found = tuple[Tensor, Place]
-Read = Callable[[Tensor, Place], dict[tuple[str, ...], np.ndarray]]
+Location = Stored | dict[str, Stored]  # of a tensor, or of the components of a quantized matrix
+LocatedTensor = tuple[Tensor, Location]
+Read = Callable[[Tensor, Location], dict[tuple[str, ...], np.ndarray]]
 
 
 @functools.lru_cache(maxsize=8)  # tracing a model of 80 layers is slow
@@ -53,7 +53,7 @@ def parameter_shapes(
 
 def read_params(
     module: nn.Module,
-    stored: list[Found],
+    stored: list[LocatedTensor],
     read: Read,
     sharding_of: ShardingFn | None,
     lazy_blocks: bool,
@@ -62,7 +62,7 @@ def read_params(
 
     Args:
       module: that has them.
-      stored: each tensor and its place.
+      stored: each tensor and its location.
       read: the result of `parameter_reader`.
       sharding_of: the sharding of a parameter, by its logical axes; None: the default device.
       lazy_blocks: leave the blocks to `read_block`.
@@ -98,7 +98,7 @@ def read_params(
     return {"params": flax.traverse_util.unflatten_dict(flat)}
 
 
-def read_block(stored: list[Found], read: Read, index: int) -> dict[str, Any]:
+def read_block(stored: list[LocatedTensor], read: Read, index: int) -> dict[str, Any]:
     """Returns the parameters of a layer, on the host."""
     flat = dict[tuple[str, ...], np.ndarray]()
     for tensors in _by_parameter(stored):
@@ -108,13 +108,13 @@ def read_block(stored: list[Found], read: Read, index: int) -> dict[str, Any]:
     return flax.traverse_util.unflatten_dict(flat)
 
 
-def _by_parameter(stored: list[Found]) -> Iterator[list[Found]]:
+def _by_parameter(stored: list[LocatedTensor]) -> Iterator[list[LocatedTensor]]:
     """Yields the tensors of each parameter, one unless each expert has its own."""
     for _, group in itertools.groupby(stored, lambda group: group[0].path):
         yield list(group)
 
 
-def _read_parameter(tensors: list[Found], read: Read) -> dict[tuple[str, ...], np.ndarray]:
+def _read_parameter(tensors: list[LocatedTensor], read: Read) -> dict[tuple[str, ...], np.ndarray]:
     """Returns the parameters of the tensors of `_by_parameter`, as `parameter_reader` does."""
     if tensors[0][0].expert is None:
         return read(*tensors[0])
@@ -152,13 +152,14 @@ def parameter_reader(
         assert isinstance(weight, Weight)
         return weight.packed(tensor.fused, to)
 
-    def unpacked(tensor: Tensor, places: dict[str, Stored]) -> Matrix:
+    def unpacked(tensor: Tensor, locations: dict[str, Stored]) -> Matrix:
         # A fused matrix is unpacked once for adjacent parameters.
         last: dict[str, Matrix] = of_thread.__dict__
         if tensor.name not in last:
             last.clear()
             components = {
-                suffix: mapped(place.file)[place.name] for suffix, place in places.items()
+                suffix: mapped(location.file)[location.name]
+                for suffix, location in locations.items()
             }
             with named(tensor):
                 shape = tensor.matrix_shape(shapes[tensor.path].value.shape)
@@ -166,17 +167,17 @@ def parameter_reader(
         matrix, fused = last[tensor.name], tensor.fused
         return matrix if fused is None else matrix.map(fused.part)
 
-    def read(tensor: Tensor, where: Place) -> dict[tuple[str, ...], np.ndarray]:
+    def read(tensor: Tensor, location: Location) -> dict[tuple[str, ...], np.ndarray]:
         whole, inputs = shapes[tensor.path].value.shape, tensor.inputs
         shape = tensor.part_shape(whole)
         weight_format = module.weights.of(tensor.matrix) if tensor.matrix else None
         if isinstance(weight_format, str) and (path / GGUF_INDEX).is_file():
             return {tensor.path: packed_matrix(tensor, weight_format)}
         arrays = None
-        if isinstance(where, Stored):
-            values = tensor.to_parameter(where.of(mapped(where.file)[where.name]), whole)
+        if isinstance(location, Stored):
+            values = tensor.to_parameter(location.of(mapped(location.file)[location.name]), whole)
         else:
-            matrix = unpacked(tensor, where)
+            matrix = unpacked(tensor, location)
             if isinstance(weight_format, WeightFormat) and holds(weight_format, matrix):
                 arrays = parameters(matrix, weight_format, shape, inputs)
             else:

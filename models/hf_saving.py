@@ -163,7 +163,7 @@ def _write_tensors(
             size = 0
         shards[-1].append(name)
         size += nbytes
-    where: dict[str, str] = {}
+    weight_map: dict[str, str] = {}
     for i, shard in enumerate(shards, 1):
         file = f"model-{i:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else SINGLE
         arrays: dict[str, np.ndarray] = {}
@@ -172,10 +172,10 @@ def _write_tensors(
             arrays |= _stored(tensors, jax.device_get(parameters), formats)
         # Hugging Face requires the framework's name in the metadata.
         safetensors.numpy.save_file(arrays, path / file, metadata={"format": "pt"})
-        where |= dict.fromkeys(arrays, file)
+        weight_map |= dict.fromkeys(arrays, file)
         total += sum(array.nbytes for array in arrays.values())
     if len(shards) > 1:
-        _write_json(path / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+        _write_json(path / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _stored(

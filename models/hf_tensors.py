@@ -56,10 +56,10 @@ class Stored:
         return values[expert, first:end]
 
 
-def read_tensor(where: Stored) -> np.ndarray:
+def read_tensor(location: Stored) -> np.ndarray:
     """Returns a tensor's values."""
-    with safetensors.safe_open(where.file, "numpy") as handle:
-        return where.of(handle.get_tensor(where.name))
+    with safetensors.safe_open(location.file, "numpy") as handle:
+        return location.of(handle.get_tensor(location.name))
 
 
 def separate_experts(stored: dict[str, Stored]) -> dict[str, Stored]:
@@ -68,19 +68,19 @@ def separate_experts(stored: dict[str, Stored]) -> dict[str, Stored]:
     These are `gate_up_proj` [X, 2 F, E] and `down_proj` [X, E, F].
     """
     separate = dict[str, Stored]()
-    for name, where in stored.items():
+    for name, location in stored.items():
         module, _, tensor = name.rpartition(".experts.")
-        if tensor not in ("gate_up_proj", "down_proj") or len(where.shape) != 3:
-            separate[name] = where
+        if tensor not in ("gate_up_proj", "down_proj") or len(location.shape) != 3:
+            separate[name] = location
             continue
         projections = ("gate", "up") if tensor == "gate_up_proj" else ("down",)
-        count, outputs, inputs = where.shape
+        count, outputs, inputs = location.shape
         size = outputs // len(projections)
         for expert in range(count):
             for i, projection in enumerate(projections):
                 separate[f"{module}.experts.{expert}.{projection}_proj.weight"] = (
                     dataclasses.replace(
-                        where, shape=(size, inputs), rows=(expert, i * size, (i + 1) * size)
+                        location, shape=(size, inputs), rows=(expert, i * size, (i + 1) * size)
                     )
                 )
     return separate

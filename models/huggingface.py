@@ -25,7 +25,7 @@ from models.families import FAMILIES, TEXT_DECODERS
 from models.hf_config import drafter_head, read_config, text_decoder
 from models.hf_config_keys import check_type, log_ignored
 from models.hf_parameters import (
-    Found,
+    LocatedTensor,
     named,
     parameter_reader,
     parameter_shapes,
@@ -468,7 +468,7 @@ def _scan(path: pathlib.Path, config: DecoderConfig) -> dict[str, Stored]:
     if isinstance(config, EagleConfig) and not isinstance(config, MtpConfig):
         unused = eagle_checkpoints.unused(config)
         canonical = eagle_checkpoints.canonical(stored).items()
-        return {name: where for name, where in canonical if name not in unused}
+        return {name: location for name, location in canonical if name not in unused}
     if config.family in TEXT_DECODERS.values():
         stored = {OF_TEXT.sub("", n): x for n, x in stored.items() if not OF_ENCODERS.match(n)}
     if config.shared_kv_layers:
@@ -477,7 +477,7 @@ def _scan(path: pathlib.Path, config: DecoderConfig) -> dict[str, Stored]:
         stored = separate_experts(stored)
     prefix = FAMILIES[config.family].prefix
     known = prefix, UNEMBEDDING.removesuffix("weight"), mtp_checkpoints.PREFIX
-    named = {n if n.startswith(known) else prefix + n: where for n, where in stored.items()}
+    named = {n if n.startswith(known) else prefix + n: location for n, location in stored.items()}
     return mtp_checkpoints.of_model(config, named)
 
 
@@ -491,7 +491,7 @@ def _is_unread(name: str, config: DecoderConfig) -> bool:
 
 def _open(
     path: pathlib.Path, mtp: bool = False
-) -> tuple[DecoderConfig, QuantizationConfig | None, list[Found]]:
+) -> tuple[DecoderConfig, QuantizationConfig | None, list[LocatedTensor]]:
     """Returns config, quantization and all tensors of the model in a directory, or of its head.
 
     Reads the files' headers, a tied matrix that is stored twice, and biases that should be zero.
@@ -502,7 +502,7 @@ def _open(
         key = f"{CACHE_SETTING} of {QUANTIZATION}"
         log_ignored(str(path / "config.json"), (key,), "KV caches are not in float8")
     stored = _scan(path, config)
-    is_head = any(where.name == eagle_checkpoints.FC for where in stored.values())
+    is_head = any(location.name == eagle_checkpoints.FC for location in stored.values())
     if is_head and not isinstance(config, EagleConfig):  # whose config is a model's
         raise ValueError(f"{path}: {drafter_head('EAGLE-1 or EAGLE-2')}")
     return config, quantization, _match(config, stored, quantization)
@@ -511,7 +511,7 @@ def _open(
 def _formats(
     config: DecoderConfig,
     quantization: QuantizationConfig | None,
-    stored: list[Found],
+    stored: list[LocatedTensor],
     weights: WeightFormat | str | None,
     uniform_layers: bool,
 ) -> MatrixFormats:
@@ -524,12 +524,12 @@ def _formats(
     """
     shapes = parameter_shapes(config)
     formats_by_matrix = dict[str, list[tuple[WeightFormat | None, int]]]()
-    for tensor, where in stored:
+    for tensor, location in stored:
         if tensor.is_block_matrix:
             shape, weight_format = tensor.matrix_shape(shapes[tensor.path].value.shape), None
-            if not isinstance(where, Stored):
+            if not isinstance(location, Stored):
                 with named(tensor):
-                    weight_format = matrix_format(quantization, where, shape)
+                    weight_format = matrix_format(quantization, location, shape)
             formats_by_matrix.setdefault(str(tensor.matrix), []).append((weight_format, shape[1]))
     is_quantized = any(fmt for formats in formats_by_matrix.values() for fmt, _ in formats)
     if weights == NONE or not is_quantized:
@@ -549,10 +549,10 @@ def _formats(
 
 def _match(
     config: DecoderConfig, stored: dict[str, Stored], quantization: QuantizationConfig | None
-) -> list[Found]:
-    """Returns each tensor of the config with its place in the files; raises with all mismatches.
+) -> list[LocatedTensor]:
+    """Returns each tensor of the config with its location in the files; raises with all mismatches.
 
-    The place of a quantized matrix is that of its parts.
+    The location of a quantized matrix is that of its components.
     """
     needed, shapes = {t.name: t for t in tensors_of(config)}, parameter_shapes(config)
     stored, matrices = gather(stored)
@@ -570,24 +570,24 @@ def _match(
         problems += [
             f"missing {name.removesuffix('weight')}{p}" for p in missing_components(components)
         ]
-        for suffix, where in components.items():
-            if where.dtype not in (dtypes := component_dtypes(suffix, components)):
+        for suffix, location in components.items():
+            if location.dtype not in (dtypes := component_dtypes(suffix, components)):
                 names = ", ".join(dtypes)
-                problems.append(f"{where.name} has dtype {where.dtype}, supported: {names}")
-    for name, where in stored.items():
+                problems.append(f"{location.name} has dtype {location.dtype}, supported: {names}")
+    for name, location in stored.items():
         if name not in needed:
-            if not IGNORED.fullmatch(name) and not _is_empty_bias(name, where, matrices):
-                problems.append(f"unexpected {where.name}")
+            if not IGNORED.fullmatch(name) and not _is_empty_bias(name, location, matrices):
+                problems.append(f"unexpected {location.name}")
             continue
         expected = needed[name].stored_shape(shapes[needed[name].path].value.shape)
-        if where.shape != expected:
-            problems.append(f"{where.name} has shape {where.shape}, expected {expected}")
+        if location.shape != expected:
+            problems.append(f"{location.name} has shape {location.shape}, expected {expected}")
         allowed = (
             ["I32", "I64"] if shapes[needed[name].path].value.dtype == np.int32 else list(DTYPES)
         )
-        if where.dtype not in allowed:
+        if location.dtype not in allowed:
             names = ", ".join(allowed)
-            problems.append(f"{where.name} has dtype {where.dtype}, supported: {names}")
+            problems.append(f"{location.name} has dtype {location.dtype}, supported: {names}")
     if problems:
         raise mismatch("weights", "config.json", problems, _prefix_hint(problems))
     sources: dict[str, Any] = {**stored, **matrices}
@@ -607,10 +607,12 @@ def _prefix_hint(problems: list[str]) -> str:
     return ""
 
 
-def _is_empty_bias(name: str, where: Stored, matrices: dict[str, Any]) -> bool:
+def _is_empty_bias(name: str, location: Stored, matrices: dict[str, Any]) -> bool:
     """Returns whether a bias is zero, as AutoGPTQ adds to all matrices."""
     module, _, parameter = name.rpartition(".")
-    return parameter == "bias" and f"{module}.weight" in matrices and not read_tensor(where).any()
+    return (
+        parameter == "bias" and f"{module}.weight" in matrices and not read_tensor(location).any()
+    )
 
 
 def _fold_tied(embedding: str, stored: dict[str, Stored]) -> dict[str, Stored]:
@@ -629,9 +631,9 @@ def _fold_tied(embedding: str, stored: dict[str, Stored]) -> dict[str, Stored]:
     return stored
 
 
-def _bits(where: Stored) -> np.ndarray:
+def _bits(location: Stored) -> np.ndarray:
     """Returns the values as bytes, in which NaN equals itself."""
-    return np.ascontiguousarray(read_tensor(where)).view(np.uint8)
+    return np.ascontiguousarray(read_tensor(location)).view(np.uint8)
 
 
 def _named_dtype(path: pathlib.Path) -> np.dtype | None:
@@ -650,13 +652,13 @@ def _checked_stored(path: pathlib.Path, dtype: np.dtype) -> np.dtype:
     return dtype
 
 
-def _stored_dtype(path: pathlib.Path, stored: list[Found]) -> np.dtype:
+def _stored_dtype(path: pathlib.Path, stored: list[LocatedTensor]) -> np.dtype:
     """Returns the dtype of the tensors; if they have several, the one that config.json names.
 
     Raises as `_checked_stored`, and ValueError for several dtypes if config.json names none.
     """
-    plain = [where for _, where in stored if isinstance(where, Stored)]
-    names = sorted({where.dtype for where in plain if where.dtype in DTYPES})
+    plain = [location for _, location in stored if isinstance(location, Stored)]
+    names = sorted({location.dtype for location in plain if location.dtype in DTYPES})
     if len(names) > 1:
         if (dtype := _named_dtype(path)) is not None:
             return _checked_stored(path, dtype)

@@ -68,9 +68,9 @@ def read_config(
 def of_model(config: DecoderConfig, stored: Mapping[str, Stored]) -> dict[str, Stored]:
     """Returns the tensors of a head, or of the target beside it, given those of both by name."""
     if not isinstance(config, MtpConfig):
-        return {name: where for name, where in stored.items() if not name.startswith(PREFIX)}
+        return {name: location for name, location in stored.items() if not name.startswith(PREFIX)}
     prefixes = PREFIX, f"{FAMILIES[config.family].names['norm']}."
-    return {name: where for name, where in stored.items() if name.startswith(prefixes)}
+    return {name: location for name, location in stored.items() if name.startswith(prefixes)}
 
 
 def write_config(layer: Mapping[str, Any]) -> dict[str, Any]:

@@ -122,10 +122,10 @@ class WeightFormat:
                 # float8 groups can be divided only: nothing is rounded to float8.
                 common = math.gcd(*inputs.values(), *(self.group,) * self.is_float)
                 fits = [f"{self._type_name}:{g}" for g in (128, 64, 32, 16, 8) if common % g == 0]
-                where = f"{size} inputs of {name}"
-                where += f" on each of {shards} devices" if shards > 1 else ""
+                matrix = f"{size} inputs of {name}"
+                matrix += f" on each of {shards} devices" if shards > 1 else ""
                 raise ValueError(
-                    f"weights={str(self)!r}: groups of {self.group} do not divide the {where}: "
+                    f"weights={str(self)!r}: groups of {self.group} do not divide the {matrix}: "
                     f"use {' or '.join(fits) or f'{self._type_name}:{common}'}"
                 )
 

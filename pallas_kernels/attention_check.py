@@ -37,8 +37,8 @@ def mismatch(attend: Callable, dtype: Any, head_dim: int = 64) -> str | None:
     scales = np.linspace(0.02, 0.03, values[0][..., 0].size, dtype=np.float32)
     scales = scales.reshape(values[0].shape[:3])
     int8 = [Quantized(jnp.asarray(x, jnp.int8), jnp.asarray(scales), 8) for x in values]
-    wide = [q, *(x * scales[..., None] for x in values), k_new, v_new]
-    if message := compare("int8 cache", [q, *int8, k_new, v_new], wide, first_row):
+    dequantized = [q, *(x * scales[..., None] for x in values), k_new, v_new]
+    if message := compare("int8 cache", [q, *int8, k_new, v_new], dequantized, first_row):
         return message
     inputs = _inputs(2, 64, 3, 9, 1, head_dim)
     seen_from = np.array([[0], [20], [600]], np.int32) + np.arange(9, dtype=np.int32)
@@ -66,12 +66,12 @@ class _Comparison:
         self,
         case: str,
         inputs: list,
-        wide: list,
+        dequantized: list,
         first_row: int | None,
         lengths: np.ndarray | None = None,
         seen_from: np.ndarray | None = None,
     ) -> str | None:
-        """Returns a mismatch; `wide` are the inputs dequantized."""
+        """Returns a mismatch; `dequantized` are the inputs dequantized."""
         rows, nodes = inputs[0].shape[:2]
         if lengths is None:
             slots = inputs[1].shape[2]
@@ -79,10 +79,10 @@ class _Comparison:
         mask = np.random.default_rng(1).random((rows, nodes, nodes)) < 0.5
         mask[:, -1] = nodes == 1  # of a tree, the last query of row 1 sees no key
         inputs = [x if isinstance(x, Quantized) else jnp.asarray(x, self.dtype) for x in inputs]
-        rounded = [np.asarray(jnp.asarray(x, self.dtype), np.float32) for x in wide]
+        rounded = [np.asarray(jnp.asarray(x, self.dtype), np.float32) for x in dequantized]
         rounded = [
             w if isinstance(x, Quantized) else r
-            for x, w, r in zip(inputs, wide, rounded, strict=True)
+            for x, w, r in zip(inputs, dequantized, rounded, strict=True)
         ]
         actual, expected = (
             jax.jit(attend)(*x[:3], lengths, *x[3:], mask, first_row, seen_from)
@@ -90,20 +90,20 @@ class _Comparison:
         )
         (out, lse), (expected_out, expected_lse) = actual, expected
         tolerance = TOLERANCES[self.dtype.name]
-        where = f"tree_attention, {case} in {self.dtype}"
-        if message := difference(f"{where}, out", out, expected_out, tolerance):
+        label = f"tree_attention, {case} in {self.dtype}"
+        if message := difference(f"{label}, out", out, expected_out, tolerance):
             return message
         # The lse of a query that sees no key is EMPTY_LSE, which would hide the others.
         sees = np.asarray(expected_lse) > EMPTY_LSE / 2
         if not np.array_equal(np.asarray(lse) > EMPTY_LSE / 2, sees):
-            return f"{where}, lse: a query that sees a key has none, or one has that sees none"
-        return difference(f"{where}, lse", lse[sees], expected_lse[sees], tolerance)
+            return f"{label}, lse: a query that sees a key has none, or one has that sees none"
+        return difference(f"{label}, lse", lse[sees], expected_lse[sees], tolerance)
 
 
-def difference(where: str, actual: Any, expected: Any, tolerance: float) -> str | None:
+def difference(label: str, actual: Any, expected: Any, tolerance: float) -> str | None:
     """Returns a message unless the relative error is at most the tolerance."""
     actual, expected = np.asarray(actual, float), np.asarray(expected, float)
     error = np.linalg.norm(actual - expected) / np.linalg.norm(expected)
     if error <= tolerance:
         return None
-    return f"{where}: relative error {error:.1e}, at most {tolerance:.0e}"  # nan is an error
+    return f"{label}: relative error {error:.1e}, at most {tolerance:.0e}"  # nan is an error

@@ -40,8 +40,8 @@ def _check_linear() -> str | None:
             actual = linear.products(rows, matrices, 1, jnp.float32)
             for y, matrix in zip(actual, matrices, strict=True):
                 expected = np.asarray(rows, float) @ _dequantized(matrix).T
-                where = f"linear, {case}, x in {jnp.dtype(dtype)}"
-                if mismatch := difference(where, y, expected, 1e-5):
+                label = f"linear, {case}, x in {jnp.dtype(dtype)}"
+                if mismatch := difference(label, y, expected, 1e-5):
                     return mismatch
             if mismatch := _check_expert(f"linear, expert, {case}", rows, matrices[1], actual[1]):
                 return mismatch
@@ -75,7 +75,7 @@ def _check_packed() -> str | None:
     return None
 
 
-def _check_expert(where: str, x: Any, matrix: Matrix, expected: Any) -> str | None:
+def _check_expert(label: str, x: Any, matrix: Matrix, expected: Any) -> str | None:
     """Returns the first mismatch of a matrix that is the second of two experts'."""
 
     def twice(x: Any) -> Any:
@@ -87,7 +87,7 @@ def _check_expert(where: str, x: Any, matrix: Matrix, expected: Any) -> str | No
         zero=twice(matrix.zero),
     )
     (actual,) = linear.products(x, [both], 1, jnp.float32, jnp.int32(1))
-    return None if (actual == expected).all() else f"{where}: an expert has other bits alone"
+    return None if (actual == expected).all() else f"{label}: an expert has other bits alone"
 
 
 def _rounded(weight: np.ndarray, bits: int, groups: int) -> Matrix:
