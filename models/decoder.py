@@ -142,9 +142,9 @@ class Attention(nn.Module):
         if c.clip_qkv is not None:
             q, k, v = (jnp.clip(x, -c.clip_qkv, c.clip_qkv) for x in (q, k, v))
         if isinstance(c.positions, Rope) and rotation != UNROTATED:
-            turn = c.frequencies(rotation)
-            q = rotate_by(q, positions, *turn)
-            k = k if self.shares else rotate_by(k, positions, *turn)
+            frequencies, factor = c.frequencies(rotation)
+            q = rotate_by(q, positions, frequencies, factor)
+            k = k if self.shares else rotate_by(k, positions, frequencies, factor)
         if isinstance(c.positions, Alibi):
             slopes = local_slopes(c.num_heads, self.split)
             q, k, v = add_biases(q, k, v, positions, slopes, c.positions)
@@ -434,14 +434,14 @@ class Transformer(nn.Module):
         normal = nn.initializers.normal(0.02)
         init = nn.with_logical_partitioning(normal, (VOCAB, axis))
 
-        def tokens_by_width(name: str, rows: int) -> Array | Packed:
+        def vocab_matrix(name: str, rows: int) -> Array | Packed:
             shape = (rows // self.split.shards, width)
             weight_format = self.weights.of(name)
             if not isinstance(weight_format, str):
                 return self.param(name, init, shape, self.dtype)
             return packed_param(self, name, weight_format, ((shape[0], VOCAB),), ((width, axis),))
 
-        self.embedding = tokens_by_width("embedding", c.embedding_rows)
+        self.embedding = vocab_matrix("embedding", c.embedding_rows)
         if isinstance(c.positions, LearnedPositions):
             rows = nn.with_logical_partitioning(normal, (None, EMBED))
             table = (c.max_positions + c.positions.offset, c.hidden_size)
@@ -466,7 +466,7 @@ class Transformer(nn.Module):
         if c.final_norm:
             self.norm = NORMS[c.norm](c.hidden_size, c.norm_eps, self.dtype, EMBED, self.backend)
         if not c.tie_embeddings:
-            self.unembedding = tokens_by_width("unembedding", c.output_rows)
+            self.unembedding = vocab_matrix("unembedding", c.output_rows)
         if c.draft_vocab_size is not None:
             zeros = nn.with_logical_partitioning(nn.initializers.zeros, (None,))
             self.vocab_map = self.param("vocab_map", zeros, (c.vocab_size,), jnp.int32)
@@ -582,8 +582,8 @@ class Transformer(nn.Module):
         weight = self.embedding if c.tie_embeddings else self.unembedding
         x = self.norm(hidden) if c.final_norm else hidden
         x = self.project_out(x) if c.embedding_size is not None else x
-        wide = jnp.promote_types(self.dtype, jnp.float32)
+        logits_dtype = jnp.promote_types(self.dtype, jnp.float32)
         matrix = weight if isinstance(weight, Packed) else Matrix(weight)
-        (logits,) = products(x, [matrix], 1, self.backend, wide)
+        (logits,) = products(x, [matrix], 1, self.backend, logits_dtype)
         logits = capped(scaled(logits, 1 / c.logits_divisor), c.logits_softcap)
         return logits if c.draft_vocab_size is None else logits.at[..., -1].set(NEVER)

@@ -430,12 +430,12 @@ class DecoderConfig:
                 )
         elif size % 2 or not 2 <= size <= head_dim:
             nearest = max(min(size, head_dim) // 2 * 2, 2)
-            right = nearest / head_dim
-            if int(right * head_dim) < nearest:  # 30 / 44, which times 44 is below 30
-                right = math.nextafter(right, 1)
+            suggested = nearest / head_dim
+            if int(suggested * head_dim) < nearest:  # 30 / 44, which times 44 is below 30
+                suggested = math.nextafter(suggested, 1)
             raise ValueError(
                 f"partial_rotary_factor={factor} rotates {size} elements of {name}={head_dim}: "
-                f"their number must be even, from 2 to {head_dim}; for {nearest}, use {right}"
+                f"their number must be even, from 2 to {head_dim}; for {nearest}, use {suggested}"
             )
         if rope.kind == "longrope" and len(rope.short_factor) != size // 2:
             raise ValueError(

@@ -52,14 +52,16 @@ def with_draft_vocab(
     weight_format = weights.of(source)
     if weight_format is not None and c.tie_embeddings:
         weights = MatrixFormats((*weights.texts, ("unembedding", str(weight_format))))
-    changed = build(config, module.dtype, weights).clone(backend=module.backend)
+    draft_module = build(config, module.dtype, weights).clone(backend=module.backend)
     if params is None:
-        return changed, None
-    inner = params["params"]
-    rows = inner[source]
-    cut = take_blocks(rows, blocks) if weight_format is not None else jnp.take(rows, tokens, axis=0)
-    added = {"unembedding": cut, "vocab_map": jnp.asarray(_map(c.vocab_size, tokens))}
-    return changed, {**params, "params": {**inner, **added}}
+        return draft_module, None
+    model_params = params["params"]
+    rows = model_params[source]
+    output_rows = (
+        take_blocks(rows, blocks) if weight_format is not None else jnp.take(rows, tokens, axis=0)
+    )
+    added = {"unembedding": output_rows, "vocab_map": jnp.asarray(_vocab_map(c.vocab_size, tokens))}
+    return draft_module, {**params, "params": {**model_params, **added}}
 
 
 def _blocks(c: DecoderConfig, size: int, eos_token_ids: Sequence[int]) -> Int[np.ndarray, "B"]:
@@ -76,7 +78,7 @@ def _blocks(c: DecoderConfig, size: int, eos_token_ids: Sequence[int]) -> Int[np
     return np.array([*others, *first])
 
 
-def _map(vocab_size: int, tokens: Int[np.ndarray, "R"]) -> Int[np.ndarray, "V"]:
+def _vocab_map(vocab_size: int, tokens: Int[np.ndarray, "R"]) -> Int[np.ndarray, "V"]:
     """Returns the row of each token, the last one for tokens without a row."""
     index_of = np.full(vocab_size, len(tokens) - 1, np.int32)
     index_of[tokens[:-1]] = np.arange(len(tokens) - 1)

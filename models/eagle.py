@@ -232,8 +232,8 @@ class EagleHead(nn.Module):
     def draft_logits(self, hidden: Float[Array, "*B E"]) -> Float[Array, "*B R"]:
         """Returns the logits of the tokens that the head can propose, at least float32."""
         x = hidden if self.config.norm_output else self.norm(hidden)
-        wide = jnp.promote_types(self.dtype, jnp.float32)
-        (logits,) = products(x, [Matrix(self.unembedding)], 1, self.backend, wide)
+        logits_dtype = jnp.promote_types(self.dtype, jnp.float32)
+        (logits,) = products(x, [Matrix(self.unembedding)], 1, self.backend, logits_dtype)
         return capped(scaled(logits, 1 / self.config.logits_divisor), self.config.logits_softcap)
 
     def unembed(self, hidden: Float[Array, "*B E"]) -> Float[Array, "*B V"]:

@@ -282,5 +282,5 @@ def _norm(name: str, path: tuple[str, ...]) -> Tensor:
 
 
 def _linear(name: str, path: tuple[str, ...], inputs: int, bias: bool) -> list[Tensor]:
-    made = [Tensor(f"{LAYER}{name}.weight", (*path, "weight"), inputs=inputs)]
-    return made + [Tensor(f"{LAYER}{name}.bias", (*path, "bias"), flat=True)] * bias
+    tensors = [Tensor(f"{LAYER}{name}.weight", (*path, "weight"), inputs=inputs)]
+    return tensors + [Tensor(f"{LAYER}{name}.bias", (*path, "bias"), flat=True)] * bias

@@ -107,8 +107,8 @@ def run_experts(
 
     def run(i, total):
         expert = jnp.searchsorted(blocks.ends, i, side="right").astype(jnp.int32)
-        begun = blocks.ends[expert] - (-(-blocks.counts[expert] // size))  # block of the first pair
-        position = (i - begun) * size + jnp.arange(size)
+        first_block = blocks.ends[expert] - -(-blocks.counts[expert] // size)  # of the first pair
+        position = (i - first_block) * size + jnp.arange(size)
         is_pair = position < blocks.counts[expert]
         pair = blocks.pairs[jnp.minimum(blocks.first[expert] + position, tokens * count - 1)]
         token = jnp.where(is_pair, pair // count, tokens)  # out of bounds: dropped

@@ -69,8 +69,8 @@ class DeltaNetShape:
         Those of a key head and of the values that it serves are adjacent, so that a mesh divides
         them as it divides the heads.
         """
-        of_heads = [x.reshape(*x.shape[:-1], self.key_heads, -1) for x in (q, k, v)]
-        return jnp.concatenate(of_heads, -1).reshape(*q.shape[:-1], -1)
+        by_head = [x.reshape(*x.shape[:-1], self.key_heads, -1) for x in (q, k, v)]
+        return jnp.concatenate(by_head, -1).reshape(*q.shape[:-1], -1)
 
     def part(self, shards: int) -> "DeltaNetShape":
         """Returns the shapes on one of `shards` devices, which divide the heads."""
@@ -154,21 +154,21 @@ class GatedDeltaNet(nn.Module):
             x, *(projection(embed, axes, name) for name, axes in outputs.items())
         )
         mixed = s.channels_of(*(y.reshape(*y.shape[:2], -1) for y in (q, k, v)))
-        wide = jnp.promote_types(self.dtype, jnp.float32)
+        state_dtype = jnp.promote_types(self.dtype, jnp.float32)
         log_rate = self._vector("log_rate", nn.initializers.zeros, value_heads[:1])
         step = self._vector("step_bias", nn.initializers.ones, value_heads[:1])
-        rate = nn.softplus(a.astype(wide) + step.astype(wide))
+        rate = nn.softplus(a.astype(state_dtype) + step.astype(state_dtype))
         out, aux = attend(
             DeltaNetInputs(
                 mixed,
-                -jnp.exp(log_rate.astype(wide)) * rate,
-                nn.sigmoid(b.astype(wide)),
+                -jnp.exp(log_rate.astype(state_dtype)) * rate,
+                nn.sigmoid(b.astype(state_dtype)),
                 self._kernel(),
                 s,
             )
         )
         norm = RMSNorm(s.value_dim, c.norm_eps, self.dtype, None, self.backend, name="norm")
-        gate = nn.silu(z.astype(wide))
+        gate = nn.silu(z.astype(state_dtype))
         out = (norm(out.astype(self.dtype)) * gate).astype(self.dtype)
         if s.has_tiles(self.weights.of("out")):
             tiles = out.reshape(*out.shape[:2], s.key_heads, -1, s.value_dim).swapaxes(2, 3)

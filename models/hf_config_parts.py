@@ -344,9 +344,8 @@ def _read_full_heads(reader: ConfigReader, settings: Settings) -> Settings:
     }
     if by_layer := reader.get("per_layer_config", {}):  # as transformers writes it
         full_heads, full = next(iter(by_layer.values())), settings["full_layers"]
-        if by_layer != {str(layer): full_heads for layer in full} or not {*full_heads} <= {
-            *FULL_HEAD_KEYS
-        }:
+        are_equal = by_layer == {str(layer): full_heads for layer in full}
+        if not are_equal or not {*full_heads} <= {*FULL_HEAD_KEYS}:
             raise ValueError(
                 f"per_layer_config={by_layer} is not supported: it must have {FULL_HEAD_KEYS} of "
                 f"the layers {full} without a window, equal in all of them"

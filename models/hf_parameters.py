@@ -133,7 +133,7 @@ def parameter_reader(
 
     A quantized matrix has several, unless it is packed.
     """
-    shapes, of_thread = parameter_shapes(module.config), threading.local()
+    shapes, thread_local = parameter_shapes(module.config), threading.local()
 
     @functools.cache
     def mapped(file: pathlib.Path) -> Mapping[str, np.ndarray]:
@@ -154,17 +154,17 @@ def parameter_reader(
 
     def unpacked(tensor: Tensor, locations: dict[str, Stored]) -> Matrix:
         # A fused matrix is unpacked once for adjacent parameters.
-        last: dict[str, Matrix] = of_thread.__dict__
-        if tensor.name not in last:
-            last.clear()
+        unpacked_matrices: dict[str, Matrix] = thread_local.__dict__
+        if tensor.name not in unpacked_matrices:
+            unpacked_matrices.clear()
             components = {
                 suffix: mapped(location.file)[location.name]
                 for suffix, location in locations.items()
             }
             with named(tensor):
                 shape = tensor.matrix_shape(shapes[tensor.path].value.shape)
-                last[tensor.name] = read_matrix(quantization, components, shape)
-        matrix, fused = last[tensor.name], tensor.fused
+                unpacked_matrices[tensor.name] = read_matrix(quantization, components, shape)
+        matrix, fused = unpacked_matrices[tensor.name], tensor.fused
         return matrix if fused is None else matrix.map(fused.part)
 
     def read(tensor: Tensor, location: Location) -> dict[tuple[str, ...], np.ndarray]:

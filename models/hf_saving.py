@@ -139,8 +139,8 @@ def _named_params(module: nn.Module, params: Any) -> list[tuple[Tensor, dict[str
         paths = {name: (*parents, name) for name in names}
         values = {name: flat[path] for name, path in paths.items() if path in flat}
         if tensor.expert is not None:  # scales and zero points have their groups first
-            at = {n: (slice(None),) * (n in ("scale", "zero")) for n in values}
-            values = {n: x[(*at[n], tensor.expert)] for n, x in values.items()}
+            leading = {n: (slice(None),) * (n in ("scale", "zero")) for n in values}
+            values = {n: x[(*leading[n], tensor.expert)] for n, x in values.items()}
         pairs.append((tensor, values))
     return pairs
 

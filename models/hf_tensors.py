@@ -378,8 +378,8 @@ def _attention(
         heads = (c.num_heads, c.num_kv_heads, c.num_kv_heads)
         sizes = tuple(count * c.head_dim // groups for count in heads)
         for i, module in enumerate("qkv"):
-            of_head = Fused(groups, sizes, i)
-            tensors += linear(names["qkv"], (*attention, module), 1, c.qkv_bias, fused=of_head)
+            fused = Fused(groups, sizes, i)
+            tensors += linear(names["qkv"], (*attention, module), 1, c.qkv_bias, fused=fused)
     else:
         halves = (c.head_dim,) * 2  # of each head's outputs: its query, and its gate
         for i, module in enumerate(("q", "gate") * c.attention_gate):
@@ -456,11 +456,11 @@ def _mlp(c: DecoderConfig, names: dict[str, str], mlp: tuple[str, ...]) -> list[
 def _linear(
     name: str, path: tuple[str, ...], inputs: int, bias: bool, **options: Any
 ) -> list[Tensor]:
-    made = [Tensor(f"{name}.weight", (*path, "weight"), inputs=inputs, **options)]
+    tensors = [Tensor(f"{name}.weight", (*path, "weight"), inputs=inputs, **options)]
     options.pop("transposed", None)
-    return made + [Tensor(f"{name}.bias", (*path, "bias"), flat=True, **options)] * bias
+    return tensors + [Tensor(f"{name}.bias", (*path, "bias"), flat=True, **options)] * bias
 
 
 def _norm(name: str, path: tuple[str, ...], bias: bool = False) -> list[Tensor]:
-    made = [Tensor(f"{name}.weight", (*path, "scale"), flat=True)]
-    return made + [Tensor(f"{name}.bias", (*path, "bias"), flat=True)] * bias
+    tensors = [Tensor(f"{name}.weight", (*path, "scale"), flat=True)]
+    return tensors + [Tensor(f"{name}.bias", (*path, "bias"), flat=True)] * bias

@@ -184,8 +184,8 @@ def load_checkpoint(
     module = build(config, dtype, formats)
     read = parameter_reader(module, quantization, path)
     params = read_params(module, stored, read, sharding_of, lazy_blocks)
-    of_layer = functools.partial(read_block, stored, read)
-    return Checkpoint(module, params, of_layer, **special)
+    read_layer = functools.partial(read_block, stored, read)
+    return Checkpoint(module, params, read_layer, **special)
 
 
 def stored_dtype(path: str | os.PathLike) -> np.dtype:

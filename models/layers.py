@@ -44,20 +44,20 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "*B E"]) -> Float[Array, "*B E"]:
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        squares = mean(wide * wide, self.backend)
+        upcast = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        squares = mean(upcast * upcast, self.backend)
         if self.axis_names:
             squares = collectives.psum(squares, self.axis_names)
             squares = squares / collectives.axis_size(self.axis_names)
-        wide = wide * jax.lax.rsqrt(squares + self.eps)
+        upcast = upcast * jax.lax.rsqrt(squares + self.eps)
         if not self.use_scale:
-            return wide.astype(x.dtype)
+            return upcast.astype(x.dtype)
         start = nn.initializers.zeros if self.plus_one else nn.initializers.ones
         init = nn.with_logical_partitioning(start, (self.axis,))
         scale = self.param("scale", init, (self.size,), self.dtype)
         if self.plus_one or self.wide:
-            return (wide * (self.plus_one + scale.astype(wide.dtype))).astype(x.dtype)
-        return wide.astype(x.dtype) * scale
+            return (upcast * (self.plus_one + scale.astype(upcast.dtype))).astype(x.dtype)
+        return upcast.astype(x.dtype) * scale
 
 
 class LayerNorm(nn.Module):
@@ -76,10 +76,10 @@ class LayerNorm(nn.Module):
         zeros = nn.with_logical_partitioning(nn.initializers.zeros, (self.axis,))
         scale = self.param("scale", ones, (self.size,), self.dtype)
         bias = self.param("bias", zeros, (self.size,), self.dtype) if self.use_bias else 0
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        wide = wide - mean(wide, self.backend)
-        wide = wide * jax.lax.rsqrt(mean(wide * wide, self.backend) + self.eps)
-        return (wide * scale + bias).astype(x.dtype)
+        upcast = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        upcast = upcast - mean(upcast, self.backend)
+        upcast = upcast * jax.lax.rsqrt(mean(upcast * upcast, self.backend) + self.eps)
+        return (upcast * scale + bias).astype(x.dtype)
 
 
 def scaled(x: Float[Array, "..."], factor: float) -> Float[Array, "..."]:

@@ -252,8 +252,8 @@ def add_biases(
     sqrt(D + 2). The last two elements of the output are zeros.
     """
     size = q.shape[-1]
-    wide = size + ALIBI_COLUMNS
-    slopes = slopes * math.sqrt(wide / size if alibi.scaled else wide)
+    augmented_size = size + ALIBI_COLUMNS
+    slopes = slopes * math.sqrt(augmented_size / size if alibi.scaled else augmented_size)
     in_query = jnp.stack([ALIBI_BASE * slopes, slopes], -1).astype(q.dtype)  # [H,2]
     in_key = jnp.stack([positions // ALIBI_BASE, positions % ALIBI_BASE], -1).astype(
         k.dtype
@@ -262,5 +262,5 @@ def add_biases(
     def join(x, columns):
         return jnp.concatenate([x, jnp.broadcast_to(columns, (*x.shape[:-1], ALIBI_COLUMNS))], -1)
 
-    q = join(q * math.sqrt(wide / size), in_query)
+    q = join(q * math.sqrt(augmented_size / size), in_query)
     return q, join(k, in_key[:, :, None]), join(v, jnp.zeros(ALIBI_COLUMNS, v.dtype))

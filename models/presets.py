@@ -17,9 +17,9 @@ from models.positions import Rope
 
 
 def _llama(
-    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **more: Any
+    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **overrides: Any
 ) -> DecoderConfig:
-    settings = {"vocab_size": 32000, "max_positions": 2048, "family": "llama", **more}
+    settings = {"vocab_size": 32000, "max_positions": 2048, "family": "llama", **overrides}
     return family_config(
         hidden_size=hidden,
         intermediate_size=intermediate,
@@ -64,10 +64,16 @@ def _qwen_2_5(
 
 
 def _hybrid(
-    family: str, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **more: Any
+    family: str,
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    **overrides: Any,
 ) -> DecoderConfig:
     """Returns a model of which three of four layers are gated delta nets (Qwen)."""
-    shape = DeltaNetShape(16, more.pop("value_heads", 32), 128, 128, 4)
+    shape = DeltaNetShape(16, overrides.pop("value_heads", 32), 128, 128, 4)
     return _llama(
         hidden,
         intermediate,
@@ -81,7 +87,7 @@ def _hybrid(
         linear_layers=tuple(layer for layer in range(layers) if layer % 4 < 3),
         delta_net=shape,
         family=family,
-        **more,
+        **overrides,
     )
 
 
@@ -94,7 +100,7 @@ def _gemma(
     heads: int,
     kv_heads: int,
     head_dim: int,
-    **more: Any,
+    **overrides: Any,
 ) -> DecoderConfig:
     return family_config(
         family,
@@ -108,7 +114,7 @@ def _gemma(
         activation="gelu_pytorch_tanh",
         norm_eps=1e-6,
         tie_embeddings=True,
-        **more,
+        **overrides,
     )
 
 
@@ -121,7 +127,7 @@ def _gemma_3(
     window: int,
     factor: float = 1.0,
     head_dim: int = 256,
-    **more: Any,
+    **overrides: Any,
 ) -> DecoderConfig:
     kind = "default" if factor == 1 else "linear"
     settings: dict[str, Any] = {
@@ -130,7 +136,7 @@ def _gemma_3(
         "window_positions": Rope(),
         "sliding_window": window,
         "full_layers": tuple(range(5, layers, 6)),
-        **more,
+        **overrides,
     }
     return _gemma(
         "gemma3_text", 262144, hidden, intermediate, layers, heads, kv_heads, head_dim, **settings
@@ -145,7 +151,7 @@ def _gemma_4(
     kv_heads: int,
     window: int,
     family: str = "gemma4_text",
-    **more: Any,
+    **overrides: Any,
 ) -> DecoderConfig:
     settings: dict[str, Any] = {
         "max_positions": 262144,
@@ -155,7 +161,7 @@ def _gemma_4(
         "full_layers": tuple(range(5, layers, 6)),
         "full_head_dim": 512,
         "logits_softcap": 30.0,
-        **more,
+        **overrides,
     }
     return _gemma(family, 262144, hidden, intermediate, layers, heads, kv_heads, 256, **settings)
 
@@ -225,7 +231,7 @@ def _opt(hidden: int, layers: int, heads: int) -> DecoderConfig:
     )
 
 
-def _falcon(hidden: int, layers: int, heads: int, **more: Any) -> DecoderConfig:
+def _falcon(hidden: int, layers: int, heads: int, **overrides: Any) -> DecoderConfig:
     return family_config(
         "falcon",
         vocab_size=65024,
@@ -235,7 +241,7 @@ def _falcon(hidden: int, layers: int, heads: int, **more: Any) -> DecoderConfig:
         max_positions=2048,
         parallel=True,
         activation="gelu",
-        **more,
+        **overrides,
     )
 
 

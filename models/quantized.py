@@ -253,14 +253,14 @@ def quantize(weight: Any, weight_format: WeightFormat, inputs: int, xp: Any = np
       xp: `jax.numpy` to compute where the weight is.
     """
     weight_format.check_rounding()
-    wide = xp.asarray(weight, np.float32)
-    first = wide.ndim - inputs
-    groups = weight_format.groups(math.prod(wide.shape[first:]))
-    wide = wide.reshape(*wide.shape[:first], groups, -1)
-    high, low, limit = wide.max(-1), wide.min(-1), 2 ** (weight_format.bits - 1)
+    grouped = xp.asarray(weight, np.float32)
+    first = grouped.ndim - inputs
+    groups = weight_format.groups(math.prod(grouped.shape[first:]))
+    grouped = grouped.reshape(*grouped.shape[:first], groups, -1)
+    high, low, limit = grouped.max(-1), grouped.min(-1), 2 ** (weight_format.bits - 1)
     largest = xp.where(high > -low, high, low)
     scale = xp.where(largest != 0, largest / -limit, 1).astype(np.float32)
-    values = xp.clip(xp.rint(wide / scale[..., None]), -limit, limit - 1)
+    values = xp.clip(xp.rint(grouped / scale[..., None]), -limit, limit - 1)
     values = values.astype(np.int8).astype(weight_format.dtype).reshape(weight.shape)
     return {"weight": values, "scale": xp.moveaxis(scale, -1, 0)}
 
@@ -277,13 +277,13 @@ def dequantize(
     """
     groups, *outputs = scale.shape
 
-    def of_inputs(x):
+    def per_input(x):
         return jnp.moveaxis(x, 0, -1)[..., None]
 
-    wide = jnp.asarray(weight).astype(jnp.promote_types(dtype, jnp.float32))
-    wide = wide.reshape(*outputs, groups, -1)
-    wide = wide if zero is None else wide - of_inputs(zero)
-    return (wide * of_inputs(scale)).astype(dtype).reshape(weight.shape)
+    values = jnp.asarray(weight).astype(jnp.promote_types(dtype, jnp.float32))
+    values = values.reshape(*outputs, groups, -1)
+    values = values if zero is None else values - per_input(zero)
+    return (values * per_input(scale)).astype(dtype).reshape(weight.shape)
 
 
 def product(x: Array, weight: Array, scale: Array, zero: Array | None, precision: Any) -> Array:
@@ -302,7 +302,7 @@ def product(x: Array, weight: Array, scale: Array, zero: Array | None, precision
     """
     groups, *outputs = scale.shape
     rows = x.shape[: x.ndim - weight.ndim + len(outputs)]
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    sum_dtype = jnp.promote_types(x.dtype, jnp.float32)
     size = math.prod(x.shape[len(rows) :]) // groups
     x3 = x.reshape(math.prod(rows), groups, size)  # [R, G, I / G]
     w3 = weight.reshape(math.prod(outputs), groups, size)  # [O, G, I / G]
@@ -311,10 +311,10 @@ def product(x: Array, weight: Array, scale: Array, zero: Array | None, precision
 
     def scaled(spec, x, w, scale, zero):
         """Returns the scaled sums of some groups; `spec` is of their products."""
-        options = dict(precision=precision, preferred_element_type=wide)
+        options = dict(precision=precision, preferred_element_type=sum_dtype)
         sums = jnp.einsum(spec, x, w.astype(x.dtype), **options)
         if zero is not None:
-            total = jnp.moveaxis(x.astype(wide).sum(-1), 0, -1)  # [..., R]
+            total = jnp.moveaxis(x.astype(sum_dtype).sum(-1), 0, -1)  # [..., R]
             sums = sums - total[..., None] * zero[..., None, :]
         return sums * scale[..., None, :]
 
@@ -322,7 +322,7 @@ def product(x: Array, weight: Array, scale: Array, zero: Array | None, precision
         zeros = None if zero is None else zero[g]
         return out + scaled("ri,oi->ro", x3[:, g], w3[:, g], scale[g], zeros)
 
-    out = jnp.zeros((len(x3), len(w3)), wide)
+    out = jnp.zeros((len(x3), len(w3)), sum_dtype)
     if groups == 1:
         out = add_group(0, out)
     elif 2 * len(x3) <= size:

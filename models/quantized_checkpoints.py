@@ -65,16 +65,18 @@ class Matrix(NamedTuple):
 
     def dequantized(self) -> np.ndarray:
         """Returns [O, I] in float32."""
-        exact = np.float32 if self.zeros is None else np.promote_types(self.zeros.dtype, np.float32)
+        block_dtype = (
+            np.float32 if self.zeros is None else np.promote_types(self.zeros.dtype, np.float32)
+        )
         dense = np.empty(self.values.shape, np.float32)
         step = max(1, IN_CACHE // self.values.shape[1])
         for rows in (slice(first, first + step) for first in range(0, len(dense), step)):
             scales = self.scales[rows].astype(np.float32)
-            wide = self.values[rows].astype(exact).reshape(*scales.shape, -1)
+            block = self.values[rows].astype(block_dtype).reshape(*scales.shape, -1)
             if self.zeros is not None:
-                wide -= self.zeros[rows, :, None]
-            wide *= scales[..., None]
-            dense[rows] = wide.reshape(dense[rows].shape)
+                block -= self.zeros[rows, :, None]
+            block *= scales[..., None]
+            dense[rows] = block.reshape(dense[rows].shape)
         return dense
 
 
@@ -459,10 +461,10 @@ def _read_mxfp4(components: Mapping[str, np.ndarray]) -> Matrix:
 
 def _unpack(words: np.ndarray, bits: int) -> np.ndarray:
     """Returns the unsigned integers in the last axis of int32 words, the lowest bits first."""
-    octets = np.ascontiguousarray(words, "<i4").view(np.uint8)
+    packed = np.ascontiguousarray(words, "<i4").view(np.uint8)
     if bits == 8:
-        return octets
-    return np.stack([octets & 15, octets >> 4], -1).reshape(*octets.shape[:-1], -1)
+        return packed
+    return np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], -1)
 
 
 def pack(unsigned: np.ndarray, bits: int) -> np.ndarray:
@@ -470,8 +472,8 @@ def pack(unsigned: np.ndarray, bits: int) -> np.ndarray:
     per_word = 32 // bits
     padding = [(0, 0)] * (unsigned.ndim - 1) + [(0, -unsigned.shape[-1] % per_word)]
     padded = np.pad(unsigned, padding).astype(np.uint8)
-    octets = padded if bits == 8 else padded[..., ::2] | (padded[..., 1::2] << 4)
-    return np.ascontiguousarray(octets, np.uint8).view("<i4")
+    packed = padded if bits == 8 else padded[..., ::2] | (padded[..., 1::2] << 4)
+    return np.ascontiguousarray(packed, np.uint8).view("<i4")
 
 
 def _signed(unsigned: np.ndarray, bits: int) -> np.ndarray:

@@ -82,8 +82,8 @@ def _default(dtype: jnp.dtype | None, head_dim: int | None, device: jax.Device |
     if backend is None:
         return "xla"
     dtype_name = jnp.dtype(dtype).name
-    right = device_check.is_right(backend, BACKENDS[backend], dtype_name, head_dim, device)
-    return backend if right else "xla"
+    is_right = device_check.is_right(backend, BACKENDS[backend], dtype_name, head_dim, device)
+    return backend if is_right else "xla"
 
 
 def kernel_for(dtype: jnp.dtype, head_dim: int, device: jax.Device) -> str | None:

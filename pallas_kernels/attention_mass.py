@@ -76,9 +76,9 @@ def _check(q, k_prefix, seen, lse) -> None:
         expected["lse"] = (lse, "[B, T, H]", (batch, length, heads))
     check_shapes(q, k_prefix, expected)
     check_dtypes(q, {"k_prefix": k_prefix}, {"seen": seen})
-    wide = accumulator_dtype(q.dtype)
-    if lse is not None and lse.dtype != wide:
+    expected_dtype = accumulator_dtype(q.dtype)
+    if lse is not None and lse.dtype != expected_dtype:
         raise ValueError(
-            f"lse is {lse.dtype}: with q in {q.dtype} it must be {wide}; pass the result of "
-            "tree_attention(..., return_lse=True) without a cast"
+            f"lse is {lse.dtype}: with q in {q.dtype} it must be {expected_dtype}; pass the result "
+            "of tree_attention(..., return_lse=True) without a cast"
         )

@@ -85,5 +85,7 @@ def dequantize(quantized: Quantized, dtype: jnp.dtype) -> Float[Array, "*leading
     values = quantized.values
     if quantized.bits == 4:  # a right shift of an int8 extends its sign
         values = jnp.concatenate([(values << 4) >> 4, values >> 4], axis=-1)
-    wide = jnp.promote_types(dtype, jnp.float32)
-    return (values.astype(wide) * quantized.scales[..., None].astype(wide)).astype(dtype)
+    product_dtype = jnp.promote_types(dtype, jnp.float32)
+    return (
+        values.astype(product_dtype) * quantized.scales[..., None].astype(product_dtype)
+    ).astype(dtype)

@@ -40,10 +40,10 @@ def attend(
         both = jnp.concatenate([prefix.swapaxes(1, 2), new], axis=1).astype(dtype)
         return jnp.repeat(both, heads // kv_heads, axis=2)
 
-    live = visible_slots(jnp.arange(slots), slots, lengths, seen_from)  # [B, 1 or T, S]
+    visible = visible_slots(jnp.arange(slots), slots, lengths, seen_from)  # [B, 1 or T, S]
     seen = jnp.concatenate(
         [
-            jnp.broadcast_to(live, (batch, length, slots)),
+            jnp.broadcast_to(visible, (batch, length, slots)),
             jnp.broadcast_to(mask, (batch, *mask.shape[1:])),
         ],
         axis=-1,

@@ -117,7 +117,7 @@ def _attend_slots(
     rows: Float[Array, "B K R D"],
     k: Float[Array, "B K S D"] | Quantized,
     v: Float[Array, "B K S D"] | Quantized,
-    live: Bool[Array, "B #R S"],
+    visible: Bool[Array, "B #R S"],
     softcap: float | None,
 ) -> Partial:
     """Returns the attention of the rows to the slots of k and v that they see."""
@@ -126,7 +126,7 @@ def _attend_slots(
     if _needs_two_rows(rows):
         rows = jnp.concatenate([rows, rows], axis=2)
     scores = capped(_scores(rows, k) * rows.shape[-1] ** -0.5, softcap)
-    p, peak, weight = exponentials(jnp.where(live[:, None], scores, MASKED))
+    p, peak, weight = exponentials(jnp.where(visible[:, None], scores, MASKED))
     total = _weighted_sum(p.astype(v.dtype), v)
     return Partial(total[:, :, :count], peak[:, :, :count], weight[:, :, :count])
 
@@ -187,14 +187,14 @@ def _attend_prefix(
         earliest = jnp.where(lengths.max() <= slots, jnp.clip(seen_from.min(), 0, longest), 0)
 
     def at_once(partial):
-        live = visible_slots(jnp.arange(slots), slots, lengths, seen_from)
-        return join(partial, _attend_slots(rows, k, v, live, softcap))
+        visible = visible_slots(jnp.arange(slots), slots, lengths, seen_from)
+        return join(partial, _attend_slots(rows, k, v, visible, softcap))
 
     def step(start, first, partial):
         slot = start + jnp.arange(min(BLOCK, slots))
-        live = visible_slots(slot, slots, lengths, seen_from) & (slot >= first)
+        visible = visible_slots(slot, slots, lengths, seen_from) & (slot >= first)
         keys, values = (_slice_block(x, start, row_range) for x in (k, v))
-        return join(partial, _attend_slots(rows, keys, values, live, softcap))
+        return join(partial, _attend_slots(rows, keys, values, visible, softcap))
 
     def in_blocks(partial):
         return _loop_over_blocks(step, slots, longest, partial, earliest)

@@ -53,12 +53,12 @@ def all_gather(x: Float[Array, "*B M"], axis_names: AxisNames) -> Float[Array, "
 
 def argmax(x: Float[Array, "*B V"], axis_names: AxisNames) -> Int[Array, "*B"]:
     """Returns the global index of the maximum; of equal elements, the first."""
-    at = _local_argmax(x)
+    index = _local_argmax(x)
     if not axis_names:
-        return at
+        return index
     best = all_gather(x.max(-1, keepdims=True), axis_names)
-    at = all_gather((at + axis_index(axis_names) * x.shape[-1])[..., None], axis_names)
-    return jnp.take_along_axis(at, best.argmax(-1, keepdims=True), -1)[..., 0]
+    index = all_gather((index + axis_index(axis_names) * x.shape[-1])[..., None], axis_names)
+    return jnp.take_along_axis(index, best.argmax(-1, keepdims=True), -1)[..., 0]
 
 
 def top_k(
@@ -68,15 +68,15 @@ def top_k(
 
     Of equal elements, the first comes first.
     """
-    best, at = _local_top_k(x, min(count, x.shape[-1]))
+    best, index = _local_top_k(x, min(count, x.shape[-1]))
     if not axis_names:
-        return best, at
-    best, at = (
+        return best, index
+    best, index = (
         all_gather(best, axis_names),
-        all_gather(at + axis_index(axis_names) * x.shape[-1], axis_names),
+        all_gather(index + axis_index(axis_names) * x.shape[-1], axis_names),
     )
     best, chosen = lax.top_k(best, count)
-    return best, jnp.take_along_axis(at, chosen, -1)
+    return best, jnp.take_along_axis(index, chosen, -1)
 
 
 def _local_argmax(x: Float[Array, "*B V"]) -> Int[Array, "*B"]:
@@ -102,8 +102,8 @@ def _local_top_k(
     blocks, size = _blocks(x), BLOCK
     chosen = jnp.sort(lax.top_k(blocks.max(-1), min(count, blocks.shape[-2]))[1], -1)
     candidates = jnp.take_along_axis(blocks, chosen[..., None], -2)
-    best, at = lax.top_k(candidates.reshape(*x.shape[:-1], chosen.shape[-1] * size), count)
-    return best, jnp.take_along_axis(chosen, at // size, -1) * size + at % size
+    best, index = lax.top_k(candidates.reshape(*x.shape[:-1], chosen.shape[-1] * size), count)
+    return best, jnp.take_along_axis(chosen, index // size, -1) * size + index % size
 
 
 def _blocks(x: Float[Array, "*B V"]) -> Float[Array, "*B V/128 128"]:

@@ -185,9 +185,9 @@ def _aligned(shape: tuple[int, ...]) -> UInt8[np.ndarray, "..."]:
     NumPy asks for large pages, which are read faster, and XLA does not.
     """
     size = math.prod(shape)
-    octets = np.empty(size + ALIGNMENT, np.uint8)
-    start = -octets.ctypes.data % ALIGNMENT
-    return octets[start : start + size].reshape(shape)
+    buffer = np.empty(size + ALIGNMENT, np.uint8)
+    start = -buffer.ctypes.data % ALIGNMENT
+    return buffer[start : start + size].reshape(shape)
 
 
 def take_blocks(
@@ -237,7 +237,7 @@ def dequantize(matrix: Packed, xp: Any = jnp) -> Float[Array, "*O inputs"]:
     fmt, data = FORMATS[matrix.weight_format], matrix.data
     blocks, units, _ = data.shape
 
-    def halves(first):  # [blocks, units, 1, 16, 1]
+    def float16_scales(first):  # [blocks, units, 1, 16, 1]
         pairs = data[..., first : first + 2 * OUTPUTS].reshape(blocks, units, OUTPUTS, 2)
         values: Any = pairs
         if xp is np:
@@ -246,17 +246,17 @@ def dequantize(matrix: Packed, xp: Any = jnp) -> Float[Array, "*O inputs"]:
             values = jax.lax.bitcast_convert_type(values, jnp.float16)
         return values.astype(np.float32)[:, :, None, :, None]
 
-    def octets(first, dtype):  # [blocks, units, scales, 16, 1]
+    def byte_scales(first, dtype):  # [blocks, units, scales, 16, 1]
         count = fmt.inputs // fmt.scaled
         values = data[..., first : first + OUTPUTS * count].astype(dtype).astype(np.float32)
         return values.reshape(blocks, units, count, OUTPUTS, 1)
 
-    scale, minimum = halves(0), halves(2 * OUTPUTS) if fmt.has_minima else 0
+    scale, minimum = float16_scales(0), float16_scales(2 * OUTPUTS) if fmt.has_minima else 0
     if fmt.is_k:
-        scale = scale * octets(fmt.first, np.int8 if fmt.is_signed else np.uint8)
+        scale = scale * byte_scales(fmt.first, np.int8 if fmt.is_signed else np.uint8)
         if fmt.has_minima:
             after = fmt.first + OUTPUTS * fmt.inputs // fmt.scaled
-            minimum = -minimum * octets(after, np.uint8)
+            minimum = -minimum * byte_scales(after, np.uint8)
     # [blocks, units, groups, vectors, 16, 4], of which 4 or 8 vectors have the lowest bits.
     values = data[..., fmt.head :].reshape(blocks, units, -1, fmt.bits, OUTPUTS, 4)
     if fmt.bits < 8:
@@ -274,9 +274,9 @@ def dequantize(matrix: Packed, xp: Any = jnp) -> Float[Array, "*O inputs"]:
     if fmt.scaled < GROUP:  # [blocks, units, scales, 16, scaled]
         values = values.reshape(blocks, units, -1, OUTPUTS, GROUP // fmt.scaled, fmt.scaled)
         values = values.swapaxes(-3, -2).reshape(blocks, units, -1, OUTPUTS, fmt.scaled)
-    wide = values * scale + minimum
-    wide = wide.transpose(0, 3, 1, 2, 4).reshape(*matrix.outputs, -1)
-    return wide
+    dense = values * scale + minimum
+    dense = dense.transpose(0, 3, 1, 2, 4).reshape(*matrix.outputs, -1)
+    return dense
 
 
 def round_activations(

@@ -44,25 +44,25 @@ class _Grid:
         """Returns the slots of a row that may be seen: those up to the last one in use."""
         return jnp.minimum(scalars[row], self.slots)
 
-    def of_rows(self, row, tile, step, scalars) -> tuple:
+    def query_index(self, row, tile, step, scalars) -> tuple:
         return row, 0, tile, 0
 
-    def of_windows(self, row, tile, step, scalars) -> tuple:
+    def window_index(self, row, tile, step, scalars) -> tuple:
         return row, tile, 0
 
-    def of_bias(self, row, tile, step, scalars) -> tuple:
+    def bias_index(self, row, tile, step, scalars) -> tuple:
         return row * self.more_rows, tile, jnp.minimum(step, self.new_blocks - 1)
 
-    def of_new(self, row, tile, step, scalars) -> tuple:
+    def new_index(self, row, tile, step, scalars) -> tuple:
         return row, 0, jnp.minimum(step, self.new_blocks - 1), 0
 
-    def of_prefix(self, row, tile, step, scalars) -> tuple:
+    def prefix_index(self, row, tile, step, scalars) -> tuple:
         last = jnp.maximum(self.live(row, scalars) - 1, 0) // self.config.block
         block = jnp.clip(step - self.new_blocks, 0, last)
         return scalars[scalars.shape[0] - 1] + row, 0, block, 0
 
-    def of_scales(self, *indices) -> tuple:
-        return self.of_prefix(*indices)[:3]
+    def scales_index(self, *indices) -> tuple:
+        return self.prefix_index(*indices)[:3]
 
 
 def flash(
@@ -95,11 +95,11 @@ def flash(
     (batch, heads, rows, size), slots = q.shape, k.shape[2]
     grid = _Grid(config, k_new.shape[2] // config.new_block, slots, bias.shape[0] > 1)
     quantized = isinstance(k, Quantized)
-    prefix = pl.BlockSpec((1, heads, config.block, size), grid.of_prefix)
-    scales = pl.BlockSpec((1, heads, config.block), grid.of_scales) if quantized else None
-    new = pl.BlockSpec((1, heads, config.new_block, size), grid.of_new)
-    window = pl.BlockSpec((1, config.rows, 1), grid.of_windows)
-    tile = pl.BlockSpec((1, heads, config.rows, size), grid.of_rows)
+    prefix = pl.BlockSpec((1, heads, config.block, size), grid.prefix_index)
+    scales = pl.BlockSpec((1, heads, config.block), grid.scales_index) if quantized else None
+    new = pl.BlockSpec((1, heads, config.new_block, size), grid.new_index)
+    window = pl.BlockSpec((1, config.rows, 1), grid.window_index)
+    tile = pl.BlockSpec((1, heads, config.rows, size), grid.query_index)
     prefix_blocks = pl.cdiv(jnp.minimum(lengths[:-1].max(), slots), config.block)
     return pl.pallas_call(
         functools.partial(_kernel, grid, softcap),
@@ -112,10 +112,10 @@ def flash(
                 (prefix, scales),
                 new,
                 new,
-                pl.BlockSpec((1, config.rows, config.new_block), grid.of_bias),
+                pl.BlockSpec((1, config.rows, config.new_block), grid.bias_index),
                 None if seen_from is None else window,
             ],
-            out_specs=[tile, pl.BlockSpec((1, heads, config.rows, 1), grid.of_rows)],
+            out_specs=[tile, pl.BlockSpec((1, heads, config.rows, 1), grid.query_index)],
             scratch_shapes=[
                 pltpu.VMEM((heads, config.rows, size), jnp.float32),
                 pltpu.VMEM((heads, config.rows, 1), jnp.float32),
@@ -149,7 +149,7 @@ def _kernel(
         peak[...] = jnp.full_like(peak, FLOOR)
         weight[...] = jnp.zeros_like(weight)
 
-    def of_heads(add) -> None:
+    def for_each_head(add) -> None:
         lax.fori_loop(0, q.shape[1], lambda head, _: add(head), None, unroll=_unroll(q.shape[1]))
 
     @pl.when(step < grid.new_blocks)
@@ -158,7 +158,7 @@ def _kernel(
             scores = _scores(q[0, head], k_new[0, head], softcap) + bias[0]
             _accumulate(scores, v_new[0, head], None, [x.at[head] for x in running])
 
-        of_heads(add)
+        for_each_head(add)
 
     first = (step - grid.new_blocks) * block
 
@@ -180,7 +180,7 @@ def _kernel(
             scores = jnp.where(seen, scores, MASKED)
             _accumulate(scores, values, scales[1], [x.at[head] for x in running])
 
-        of_heads(add)
+        for_each_head(add)
 
     @pl.when(step == pl.num_programs(2) - 1)
     def _():

@@ -95,7 +95,7 @@ def test_there_are_no_races(kind, monkeypatch):
 
 @raises_races
 def test_two_cores_that_write_the_same_rows_are_a_race(monkeypatch):
-    monkeypatch.setattr(flash._Grid, "of_rows", lambda self, row, tile, *_: (0, 0, tile, 0))
+    monkeypatch.setattr(flash._Grid, "query_index", lambda self, row, tile, *_: (0, 0, tile, 0))
     with pytest.raises(jax.errors.JaxRuntimeError, match="[Rr]ace"):
         run_detecting_races(monkeypatch, RACING["a tree"]())
 
@@ -267,8 +267,8 @@ def test_a_check_that_did_not_finish_is_not_repeated(stand_in, caplog, tmp_path)
 @pytest.mark.parametrize(
     ("method", "mistake"),
     [
-        ("of_prefix", lambda row, _, block, end: (row, 0, block * 0, end)),
-        ("of_rows", lambda row, _, tile, end: (row, 0, tile * 0, end)),
+        ("prefix_index", lambda row, _, block, end: (row, 0, block * 0, end)),
+        ("query_index", lambda row, _, tile, end: (row, 0, tile * 0, end)),
     ],
 )
 def test_the_self_check_reaches_all_blocks(method, mistake, monkeypatch):
