@@ -247,8 +247,9 @@ def _packed(
       weight_format: one of `ROUNDED`, to which matrices of blocks are rounded; None: the types of
         the file.
     """
-    can_pack = dtype in PACKED_DTYPES and weight_format in (None, *ROUNDED)
-    if not can_pack or not cpu_build.is_default():
+    if weight_format not in (None, *ROUNDED):
+        return MatrixFormats()
+    if dtype not in PACKED_DTYPES or not cpu_build.is_default():
         return MatrixFormats()
     if (path / GGUF_INDEX).is_file():
         from models.gguf import files as gguf_files  # imports the packages gguf and tokenizers
