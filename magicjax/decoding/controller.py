@@ -134,16 +134,16 @@ class Acceptance:
             simulated[slot] = 0
         return dataclasses.replace(self, tried=tried, accepted=accepted, simulated=simulated)
 
-    def counted(self, since: Histogram, depth: int, rounds: int) -> "Acceptance":
+    def counted(self, new_histogram: Histogram, depth: int, rounds: int) -> "Acceptance":
         """Returns the acceptance after new rounds.
 
         Args:
-          since: int [B, A], new rounds of each row that accepted 0, 1, ... tokens.
+          new_histogram: int [B, A], new rounds of each row that accepted 0, 1, ... tokens.
           depth: the depth of the tree that ran.
           rounds: number of rounds of the call.
         """
         new = self._decayed(rounds, HALF_LIFE)
-        tried, accepted = tried_and_accepted(since, depth, self.tried.shape[1])
+        tried, accepted = tried_and_accepted(new_histogram, depth, self.tried.shape[1])
         new.tried[:-1] += tried
         new.accepted[:-1] += accepted
         return dataclasses.replace(new, idle=0)
@@ -384,18 +384,19 @@ class Controller:
         histogram = np.array(histogram)[:, : self.histogram.shape[1]]  # the state may be deeper
         if self.times is None or not rounds:
             return dataclasses.replace(self, histogram=histogram)
-        since, times, probes = histogram - self.histogram, self.times, self.probes
-        since[list(self.disabled)] = 0
+        times, probes = self.times, self.probes
+        new_histogram = histogram - self.histogram
+        new_histogram[list(self.disabled)] = 0
         if seconds is not None:
             times = times.corrected(self.mode, self.length, self.live, seconds / rounds)
         probes = dataclasses.replace(probes, rounds=probes.rounds + rounds)
         if self.is_probe:
-            lost_s = 0.0 if seconds is None else seconds - self._seconds_at_best(since)
+            lost_s = 0.0 if seconds is None else seconds - self._seconds_at_best(new_histogram)
             probes = dataclasses.replace(
                 probes, probed=probes.probed + rounds, lost_s=probes.lost_s + lost_s
             )
         acceptance = {
-            name: self._counted_for(name, since, rounds, (simulated or {}).get(name))
+            name: self._counted_for(name, new_histogram, rounds, (simulated or {}).get(name))
             for name in self.acceptance
         }
         return dataclasses.replace(
@@ -403,7 +404,7 @@ class Controller:
         )
 
     def _counted_for(
-        self, name: str, since: Histogram, rounds: int, simulated: Histogram | None
+        self, name: str, new_histogram: Histogram, rounds: int, simulated: Histogram | None
     ) -> Acceptance:
         """Returns the acceptance of a drafter after a call; arguments as in `counted`."""
         acceptance = self.acceptance[name]
@@ -414,16 +415,16 @@ class Controller:
             if name != self.mode.drafter and (simulated != before).any():
                 return acceptance.counted(simulated - before, simulated.shape[1] - 1, rounds)
         if name == self.mode.drafter:
-            return acceptance.counted(since, self.mode.depth, rounds)
+            return acceptance.counted(new_histogram, self.mode.depth, rounds)
         return acceptance.passed(rounds)
 
-    def _seconds_at_best(self, since: Histogram) -> float:
+    def _seconds_at_best(self, new_histogram: Histogram) -> float:
         """Returns the expected seconds of the mode before a probe for the tokens of the probe."""
         assert self.times is not None
-        if not since.any():  # no row drafts
+        if not new_histogram.any():  # no row drafts
             return 0.0
-        emitted = (since @ (1 + np.arange(since.shape[1]))).sum()
-        per_round = self.tokens(self.best)[since.any(1)].sum()
+        emitted = (new_histogram @ (1 + np.arange(new_histogram.shape[1]))).sum()
+        per_round = self.tokens(self.best)[new_histogram.any(1)].sum()
         seconds = self.times.speed * self.times.of(self.best, self.length, self.live)
         return float(seconds * emitted / per_round)
 
