@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import unittest
@@ -96,3 +97,10 @@ def test_a_table_across_the_values_of_a_column(tmp_path):
 def test_documents_are_short():
     assert len((ROOT / "README.md").read_bytes()) <= 8_000
     assert len((ROOT / "ARCHITECTURE.md").read_bytes()) <= 10_000
+
+
+def test_lines_of_prose_are_short():
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(), flags=re.M | re.S)
+        prose = (line for line in text.splitlines() if not re.match(r"[|<!\[]", line))
+        assert [line for line in prose if len(line) > 120 and " " in line.strip()] == [], page
