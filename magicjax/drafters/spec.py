@@ -170,9 +170,8 @@ def has_model(drafter_class: type[Drafter]) -> bool:
 
 def needs_model(drafter_class: type[Drafter]) -> bool:
     """Returns whether the text of such a drafter must contain a path."""
-    return has_model(drafter_class) and not hasattr(
-        drafter_class, "model"
-    )  # a default is an attribute
+    has_default = hasattr(drafter_class, "model")  # a default is an attribute
+    return has_model(drafter_class) and not has_default
 
 
 def parse(text: str) -> Drafters:
