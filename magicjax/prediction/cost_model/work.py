@@ -122,20 +122,20 @@ class Sizes:
     @property
     def kv_heads(self) -> int:
         """The number of KV heads of all layers."""
-        uniform_layers = self.slot_layers - self.full_layers
-        return uniform_layers * self.num_kv_heads + self.full_layers * self.full_kv_heads
+        default_layers = self.slot_layers - self.full_layers
+        return default_layers * self.num_kv_heads + self.full_layers * self.full_kv_heads
 
     @property
     def key_elements(self) -> int:
         """The elements of a token's keys in all layers."""
-        uniform_layers = self.slot_layers - self.full_layers
+        default_layers = self.slot_layers - self.full_layers
         full = self.full_layers * self.full_kv_heads * self.full_head_dim
-        return uniform_layers * self.num_kv_heads * self.head_dim + full
+        return default_layers * self.num_kv_heads * self.head_dim + full
 
     def score_products(self, slots: float, nodes: int) -> float:
         """Returns the products of a new token's queries with keys, in all layers."""
-        uniform_layers = self.slot_layers - self.full_layers
-        width = uniform_layers * self.head_dim + self.full_layers * self.full_head_dim
+        default_layers = self.slot_layers - self.full_layers
+        width = default_layers * self.head_dim + self.full_layers * self.full_head_dim
         saved = max(0, slots - self.window) * self.windowed_layers * self.head_dim
         return self.num_heads * (width * (slots + nodes) - saved)
 
