@@ -95,8 +95,9 @@ class SamplingParams:
     )
     seed: int = setting(
         0,
-        "seed of the random numbers; the same seed gives the same text. It changes nothing in "
-        f"greedy decoding, like {', '.join(f'`{name}`' for name in FILTERS)}",
+        "seed of the random numbers: the same call gives the same text again. With the verifier "
+        "mss the text also depends on the drafter and its tree. It changes nothing in greedy "
+        f"decoding, like {', '.join(f'`{name}`' for name in FILTERS)}",
         ge=0,
         le=MAX_SEED,
     )
