@@ -107,8 +107,8 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
-        help="dtype of all models; default: as stored; on a CPU bfloat16 if it has instructions "
-        "for it, else float32",
+        help="dtype of all models; default: as stored; on a CPU bfloat16 with the native kernels "
+        "or with instructions for it, else float32",
     )
     model_options.add_backend(parser)
     model_options.add_weights(parser)
@@ -252,6 +252,7 @@ def _command(session: Session, line: str, first_messages: Messages) -> Session |
         case "/quit":
             return None
         case "/reset":  # the next answer reuses the caches as far as its text is the same
+            _note("(new conversation)")
             return dataclasses.replace(session, messages=first_messages)
         case "/save":
             _save(session.messages, argument.strip())
@@ -289,10 +290,12 @@ def _answer(session: Session, message: str) -> Session:
     limit = engine.config.capacity
     assert limit is not None
     if len(tokens) >= limit:
+        reset = any(each["role"] == "user" for each in session.messages)
         _note(
             f"the conversation has {len(tokens)} tokens with this message, and --max-context "
-            f"{limit} leaves no room for an answer: shorten the message, or start a new "
-            "conversation (/reset)"
+            f"{limit} leaves no room for an answer: shorten the message, set a larger --max-context"
+            + ", or start a new conversation (/reset)"
+            * reset
         )
         return session
     try:
@@ -302,7 +305,7 @@ def _answer(session: Session, message: str) -> Session:
         return session
     handle = engine.submit(prompt, session.params)
     if not session.answers:
-        _note("(compiling; this happens once)")
+        _note("(loading or compiling programs; once per start)")
     display = printing.Display()
     with printing.interruptible() as stop:
         while not handle.finished:

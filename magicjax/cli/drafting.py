@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import magicjax
@@ -39,65 +39,67 @@ def _trees_of(text: str) -> str | Trees:
 
 
 def drafter(text: str) -> str | Drafters:
-    """Returns the drafter of a --drafter option, or "auto", for `argparse`."""
-    return text if text == arg_utils.AUTO else arg_utils.parsed(parse, text)
+    """Returns the drafter of a --drafter option, "auto" or "none", for `argparse`."""
+    return text if text in (arg_utils.AUTO, arg_utils.NONE) else arg_utils.parsed(parse, text)
 
 
-def engine_drafter(text: str) -> str | Drafters:
-    """Returns the drafter of an engine's --drafter option, which can also be "none"."""
-    return text if text == arg_utils.NONE else drafter(text)
+def without_none[Drafter](drafters: list[Drafter]) -> list[Drafter]:
+    """Returns the drafters of --drafter options, an empty list for "none".
+
+    Raises ValueError for "none" with another drafter.
+    """
+    if arg_utils.NONE not in drafters:
+        return drafters
+    if len(drafters) > 1:
+        raise ValueError(f"--drafter {arg_utils.NONE} with another drafter: remove one of them")
+    return []
 
 
 def candidate(text: str) -> Drafters:
     """Returns the drafter of a --candidate option."""
-    if text == arg_utils.AUTO:
-        raise argparse.ArgumentTypeError(
-            f"{arg_utils.AUTO} is not a candidate: use {DRAFTER_SYNTAX}"
-        )
+    if text in (arg_utils.AUTO, arg_utils.NONE):
+        raise argparse.ArgumentTypeError(f"{text} is not a candidate: use {DRAFTER_SYNTAX}")
     return arg_utils.parsed(parse, text)
 
 
 def add_speculation(
     parser: Any,
-    default_help: str = "default: plain decoding",
-    parse_drafter: Callable[[str], str | Drafters] = drafter,
+    default_help: str = arg_utils.NONE,
+    default_tree: str = "chain:4; auto: the fastest for this prompt",
 ) -> Any:
     """Adds the options of drafters and trees; returns their group.
 
     Args:
       parser: the parser of a command.
       default_help: the end of the help of --drafter.
-      parse_drafter: returns the value of a --drafter option, for `argparse`.
+      default_tree: the end of the help of --tree.
     """
     group = parser.add_argument_group("speculation")
     group.add_argument(
         "--drafter",
         action="append",
-        type=parse_drafter,
+        type=drafter,
         default=[],
         help=f"{DRAFTER_SYNTAX}; repeat the option for an ensemble, whose trees are merged; "
-        f"{default_help}",
+        f"{arg_utils.NONE}: plain decoding; default: {default_help}",
     )
     group.add_argument(
         "--tree",
         action="append",
         type=_trees_of,
         default=[],
-        help="chain:4 (default), expansion:2,2,1, parents:-1,0,0,1, dynamic:16,6,4 (nodes, depth, "
+        help="chain:4, expansion:2,2,1, parents:-1,0,0,1, dynamic:16,6,4 (nodes, depth, "
         "width) or dynamic:6,5,2,0.6 (and min_prob); one for all drafters, or one per drafter; "
         "for a cascade that of its first drafter, or 'chain:4 -> chain:8': its tree, and the chain "
-        "that the target verifies; auto, of `magicjax generate`: the fastest for this prompt",
+        f"that the target verifies; default: {default_tree}",
     )
     return group
 
 
 def add_adaptive_speculation(parser: Any) -> None:
     """Adds the options of drafters and trees of a command that runs an engine."""
-    default = (
-        f"{arg_utils.NONE}: plain decoding; default: the downloaded draft model of the target, if "
-        f"there is one, else {SERVED}"
-    )
-    group = add_speculation(parser, default, engine_drafter)
+    default = f"the downloaded draft model of the target, if there is one, else {SERVED}"
+    group = add_speculation(parser, default, f"{DRAFT_TREE} for that draft model, else chain:4")
     group.add_argument(
         "--no-adaptive",
         action="store_true",
@@ -140,10 +142,7 @@ def engine_speculation(
             f"--tree {arg_utils.AUTO} measures a single prompt, and an engine adapts the depth of "
             "a chain to its requests: omit --tree, or find one with `magicjax generate`"
         )
-    if arg_utils.NONE in drafters:
-        if len(drafters) > 1:
-            raise ValueError(f"--drafter {arg_utils.NONE} with another drafter: remove one of them")
-        drafters = []
+    drafters = without_none(drafters)
     check(arguments, drafters, sampled, f"with --drafter {arg_utils.NONE}", greedy)
     with_min_prob = next(filter(_has_min_prob, trees), None)
     if drafters and not arguments.no_adaptive and with_min_prob:

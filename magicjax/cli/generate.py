@@ -16,7 +16,7 @@ import jax
 import magicjax
 from magicjax.checks import check_number, counted
 from magicjax.cli import INTERRUPTED, arg_utils, drafting, model_options, printing
-from magicjax.cli.arg_utils import AUTO
+from magicjax.cli.arg_utils import AUTO, NONE
 from magicjax.decoding.output import Output
 from magicjax.decoding.prompts import token_ids
 from magicjax.decoding.validation import DEFAULT_TREE
@@ -102,7 +102,7 @@ def add(commands: Any) -> None:
 def _add_speculation(parser: Any) -> None:
     group = drafting.add_speculation(
         parser,
-        f"{AUTO} runs trials on the prompt and uses the fastest drafter; default: plain decoding",
+        f"{NONE}; {AUTO} runs trials on the prompt and uses the fastest drafter",
     )
     group.add_argument(
         "--verifier",
@@ -206,6 +206,7 @@ def _silent() -> Iterator[None]:
 def _check(arguments: argparse.Namespace) -> None:
     """Raises ValueError for no tokens, options without effect, and drafters beside `auto`."""
     check_number("max_tokens", arguments.max_tokens, ge=1)
+    arguments.drafter = drafting.without_none(arguments.drafter)
     auto = AUTO in arguments.drafter
     if auto and len(arguments.drafter) > 1:
         raise ValueError(

@@ -65,8 +65,8 @@ def _add_model(parser: Any) -> None:
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
-        help="dtype of all models; default: as stored; on a CPU bfloat16 if it has instructions "
-        "for it, else float32",
+        help="dtype of all models; default: as stored; on a CPU bfloat16 with the native kernels "
+        "or with instructions for it, else float32",
     )
     model_options.add_backend(parser)
     parser.add_argument(

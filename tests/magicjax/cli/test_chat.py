@@ -152,7 +152,7 @@ def test_a_conversation_in_a_terminal(model, tmp_path):
     options = "--drafter", "prompt-lookup", "--max-tokens", 7000
     terminal, file = Terminal("--target", model, *options), tmp_path / "c.json"
     assert terminal.until(r"> $").endswith("drafter prompt-lookup, chain:4\n> ")
-    notice = "(compiling; this happens once)\n"
+    notice = "(loading or compiling programs; once per start)\n"
     for turn in range(4):
         answer = f"{notice if turn == 0 else ''}fine.\n"
         assert terminal.say(f"turn {turn} of many?").endswith(f"of many?\n{answer}> ")
@@ -190,6 +190,7 @@ def test_a_conversation_from_a_pipe(talk, tmp_path):
     assert [message["content"] for message in json.loads(file.read_text())] == [
         *("be kind", "and you?", "fine.")
     ]
+    assert "(new conversation)\n" in err
     assert "/save needs a file: /save conversation.json\n" in err
     assert re.search(rf"^/save {tmp_path}: Is a directory$", err, re.M)
     assert "unknown command /stat; did you mean '/stats'?; /help lists the commands" in err
@@ -211,10 +212,11 @@ def test_a_full_context_ends_answers_and_refuses_messages_in_one_line(talk):
     answer = ("lo" * 11)[:21]
     assert out.startswith(f"{answer}\nfine.\n")
     assert err.splitlines()[1:4] == [
-        "(compiling; this happens once)",
+        "(loading or compiling programs; once per start)",
         "(the context of 24 tokens is full: /reset starts a new conversation)",
         "the conversation has 30 tokens with this message, and --max-context 24 leaves no room for "
-        "an answer: shorten the message, or start a new conversation (/reset)",
+        "an answer: shorten the message, set a larger --max-context, or start a new conversation "
+        "(/reset)",
     ]
 
 

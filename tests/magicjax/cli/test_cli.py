@@ -103,6 +103,8 @@ def test_values_that_cannot_change_the_text_are_accepted(directory, run):
             2,
             "--seed",
             3,
+            "--drafter",
+            "none",
         ),
     )
     assert (code, out) == (0, expected_text(directory) + "\n")

@@ -89,6 +89,10 @@ REFUSED = {
         ],
         "--drafter auto excludes other drafters: list them with --candidate instead",
     ),
+    "none with another drafter": (
+        ["--target", "DIR", "--prompt", "a", "--drafter", "none", "--drafter", "prompt-lookup"],
+        "--drafter none with another drafter: remove one of them",
+    ),
     "a tree of auto": (
         ["--target", "DIR", "--prompt", "a", "--drafter", "auto", "--tree", "chain:2"],
         "--tree has no effect with --drafter auto, which chooses the tree: remove it",
