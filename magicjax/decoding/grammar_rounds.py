@@ -38,8 +38,8 @@ def score(
     proposed: PerDevice,
 ) -> PerDevice:
     """Returns the target's logits of the nodes, not masked yet, and what `verify` needs besides."""
-    decoded = slots.first_rows(state, settings.rows)
-    return PerDevice.pack(loop.score(settings, target, drafter, decoded, proposed.unpack()))
+    selected = slots.first_rows(state, settings.rows)
+    return PerDevice.pack(loop.score(settings, target, drafter, selected, proposed.unpack()))
 
 
 def verify(
@@ -55,7 +55,9 @@ def verify(
     scores: loop.Scored = scored.unpack()
     logits = masking.mask(scores.logits, allowed, target.config.vocab_size, target.split.axes)
     scores = scores.replace(logits=logits)  # type: ignore[attr-defined]
-    decoded = slots.first_rows(state, settings.rows)
-    decoded = dataclasses.replace(decoded, rounds=jnp.zeros_like(decoded.rounds))
-    decoded = loop.verify_and_commit(settings, target, drafter, decoded, proposed.unpack(), scores)
-    return slots.with_first_rows(state, decoded)
+    selected = slots.first_rows(state, settings.rows)
+    selected = dataclasses.replace(selected, rounds=jnp.zeros_like(selected.rounds))
+    selected = loop.verify_and_commit(
+        settings, target, drafter, selected, proposed.unpack(), scores
+    )
+    return slots.with_first_rows(state, selected)

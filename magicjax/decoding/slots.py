@@ -67,14 +67,14 @@ def decode_until_row_ends(
     On a mesh, each group of devices stops when one of its own rows has ended. With `settings.rows`
     only the first slots are decoded, and their caches are read and written in place.
     """
-    decoded = first_rows(state, settings.rows)
-    ended_before = decoded.ended
+    selected = first_rows(state, settings.rows)
+    ended_before = selected.ended
 
     def cond(state):
         return (state.ended == ended_before).all() & ~state.ended.all()
 
-    decoded = run_while(cond, settings, target, drafter, decoded, max_rounds)
-    return with_first_rows(state, decoded)
+    selected = run_while(cond, settings, target, drafter, selected, max_rounds)
+    return with_first_rows(state, selected)
 
 
 def first_rows(state: DecodeState, rows: int | None) -> DecodeState:
@@ -87,22 +87,23 @@ def first_rows(state: DecodeState, rows: int | None) -> DecodeState:
             return dataclasses.replace(x, lengths=x.lengths[:rows])
         return x[:rows]
 
-    decoded = jax.tree.map(first, _without_rounds(state), is_leaf=_is_cache)
-    return dataclasses.replace(decoded, rounds=state.rounds)
+    selected = jax.tree.map(first, _without_rounds(state), is_leaf=_is_cache)
+    return dataclasses.replace(selected, rounds=state.rounds)
 
 
-def with_first_rows(state: DecodeState, decoded: DecodeState) -> DecodeState:
+def with_first_rows(state: DecodeState, selected: DecodeState) -> DecodeState:
     """Returns the state with the rows of `first_rows` after some rounds."""
-    if len(decoded.ended) == len(state.ended):
-        return decoded
+    if len(selected.ended) == len(state.ended):
+        return selected
 
     def put(old, new):
         if isinstance(old, KVCache):
             return dataclasses.replace(new, lengths=put(old.lengths, new.lengths))
         return jax.lax.dynamic_update_slice_in_dim(old, new, 0, 0)
 
-    rows = jax.tree.map(put, _without_rounds(state), _without_rounds(decoded), is_leaf=_is_cache)
-    return dataclasses.replace(rows, rounds=decoded.rounds)
+    old, new = _without_rounds(state), _without_rounds(selected)
+    merged = jax.tree.map(put, old, new, is_leaf=_is_cache)
+    return dataclasses.replace(merged, rounds=selected.rounds)
 
 
 def _is_cache(x: Any) -> bool:
