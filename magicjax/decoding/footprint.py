@@ -1,6 +1,6 @@
 """The memory footprint of a target and a drafter on each device, from shapes.
 
-It has weights and KV caches; temporaries of the programs are not part of it.
+It has weights, KV caches and states; temporaries of the programs are not part of it.
 """
 
 import bisect
@@ -40,12 +40,12 @@ class Footprint:
 
     @property
     def draft(self) -> int:
-        """Bytes of the drafter: weights and KV caches."""
+        """Bytes of the drafter: weights, KV caches and states."""
         return self.draft_weights + self.draft_kv
 
     @property
     def resident(self) -> int:
-        """Bytes of all weights and KV caches."""
+        """Bytes of all weights, KV caches and states."""
         return self.weights + self.streamed + self.target_kv + self.draft
 
     @property
@@ -84,7 +84,7 @@ def of_models(
 def kv_bytes(
     target: Model, drafter: Drafter | None, rows: int, capacity: int, mesh: AnyMesh | None = None
 ) -> tuple[int, int]:
-    """Returns the bytes of the KV caches of (target, drafter) on each device.
+    """Returns the bytes of KV caches and states of (target, drafter) on each device.
 
     The arguments are those of `of_models`; without a mesh, the bytes are those of all devices, of
     which replicas of KV heads do not count.

@@ -67,7 +67,7 @@ def validated_request(
 ) -> Request:
     """Returns the request with numpy arrays (and JAX keys under sampling); no program is compiled.
 
-    The target may be abstract (`loading.abstract_model`). Draft models that a text names are.
+    The target may be abstract (`loading.abstract_model`). Draft models named in a text always are.
 
     Raises:
       ValueError, TypeError: invalid arguments; see `magicjax.generate`.

@@ -84,7 +84,7 @@ class PrefillRule:
         return 0 if self.whole else max(0, cached - self.overlap)
 
     def last_state(self, length: int, shared: int) -> int:
-        """Returns after how many tokens a prompt can go on from states, at most.
+        """Returns the most tokens after which a prompt can continue from stored states.
 
         Args:
           length: of the prompt, whose last tokens run again.
@@ -93,7 +93,7 @@ class PrefillRule:
         return min(min(shared, length - 1) - self.overlap, length - self.window)
 
     def cached_by_states(self, length: int, shared: int, states: Iterable[int]) -> int:
-        """Returns how many tokens of a prompt the longest states that it can go on from cache.
+        """Returns how many tokens of a prompt are in the longest states that it can continue from.
 
         Args:
           length, shared: as for `last_state`.
