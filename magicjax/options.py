@@ -55,7 +55,7 @@ class Option(NamedTuple):
     hint: str = ""
 
     @property
-    def kinds(self) -> list[Any]:
+    def value_types(self) -> list[Any]:
         """The types that can be written as text."""
         known = (int, float, str, bool)
         members = _members(self.annotation)
@@ -65,7 +65,7 @@ class Option(NamedTuple):
     def checkable(self) -> bool:
         """Whether all values but None can be written as text."""
         members = _members(self.annotation)
-        return len(self.kinds) == len(members) - (types.NoneType in members)
+        return len(self.value_types) == len(members) - (types.NoneType in members)
 
     @property
     def limits(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class Option(NamedTuple):
             else describe_number(option_type, **self.limits)
             if option_type in (int, float)
             else {str: "a text", bool: "true or false"}[option_type]
-            for option_type in self.kinds
+            for option_type in self.value_types
         )
 
 
@@ -167,7 +167,7 @@ def check_options(owner: Any, options: Iterable[Option]) -> None:
             wanted = option.values + (option.hint and f"; {option.hint}")
             raise OptionTypeError(f"{{}}: it must be {wanted}", option.name, value)
         if _is_instance(value, float):
-            option_type = int if int in option.kinds else float
+            option_type = int if int in option.value_types else float
             check_number(option.name, value, option_type, **option.limits, hint=option.hint)
 
 
@@ -185,7 +185,7 @@ def parse(option: Option, text: str) -> Any:
     Raises:
       ValueError: the text is not a value of the option's type.
     """
-    for option_type in option.kinds:
+    for option_type in option.value_types:
         if typing.get_origin(option_type) is Literal:
             values = {str(value): value for value in typing.get_args(option_type)}
             if text in values:

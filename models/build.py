@@ -77,8 +77,8 @@ def _block_shapes(block: Block) -> dict[str, Any]:
 def _init_block(block: Block, key: jax.Array) -> dict[str, Any]:
     x = jnp.zeros((1, 1, block.config.hidden_size), block.dtype)
     positions, size = jnp.zeros((1, 1), jnp.int32), block.config.layer_input_size
-    own_input = None if size is None else jnp.zeros((1, 1, size), block.dtype)
-    return block.init(key, x, positions, _no_attention, 0, own_input)["params"]
+    per_layer_input = None if size is None else jnp.zeros((1, 1, size), block.dtype)
+    return block.init(key, x, positions, _no_attention, 0, per_layer_input)["params"]
 
 
 def init_blocks(module: nn.Module, seed: int = 0) -> Iterator[dict[str, Any]]:

@@ -107,7 +107,8 @@ def run_experts(
 
     def run(i, total):
         expert = jnp.searchsorted(blocks.ends, i, side="right").astype(jnp.int32)
-        first_block = blocks.ends[expert] - -(-blocks.counts[expert] // size)  # of the first pair
+        num_blocks = -(-blocks.counts[expert] // size)
+        first_block = blocks.ends[expert] - num_blocks
         position = (i - first_block) * size + jnp.arange(size)
         is_pair = position < blocks.counts[expert]
         pair = blocks.pairs[jnp.minimum(blocks.first[expert] + position, tokens * count - 1)]

@@ -47,10 +47,10 @@ def add_settings(
         if name in LISTS:
             metavar = "TOKEN" if LISTS[name] is int else "TEXT"
             kwargs |= {"action": "append", "type": LISTS[name], "metavar": metavar}
-        elif option.kinds == [bool]:
+        elif option.value_types == [bool]:
             kwargs |= {"action": "store_true", "default": None}
-        elif option.kinds:
-            kwargs["type"] = option.kinds[0]
+        elif option.value_types:
+            kwargs["type"] = option.value_types[0]
         kwargs |= changes.get(name, {})
         if kwargs.get("action") == "append":
             kwargs["help"] += "; repeat the option for several"

@@ -532,13 +532,13 @@ def _truncate(
     A row keeps all accepted + 1 tokens unless it reaches an EOS or its limit; a row that had ended
     keeps none.
     """
-    step = jnp.arange(tokens.shape[1])
-    is_eos = _is_eos(tokens, state.rows.eos) & (step <= result.accepted[:, None])
+    steps = jnp.arange(tokens.shape[1])
+    is_eos = _is_eos(tokens, state.rows.eos) & (steps <= result.accepted[:, None])
     first_eos = is_eos.argmax(-1).astype(jnp.int32)  # int64 in 64-bit mode
     up_to_eos = jnp.where(is_eos.any(-1), first_eos, result.accepted) + 1
     committed = jnp.minimum(up_to_eos, state.rows.limits - state.emitted)
     committed = jnp.where(state.ended, 0, committed)
-    reached_eos = (is_eos & (step < committed[:, None])).any(-1)
+    reached_eos = (is_eos & (steps < committed[:, None])).any(-1)
     return committed, state.ended | reached_eos | (state.emitted + committed >= state.rows.limits)
 
 

@@ -145,13 +145,13 @@ def elements(slots: Slots, dtype: Any) -> Float[Array, "R K S D"]:
     return dequantize(slots, dtype) if isinstance(slots, Quantized) else slots
 
 
-def zero_after(witness: Int[Array, ""]) -> Int[Array, ""]:
-    """Returns 0 with a data dependence on `witness`, a non-negative index or token.
+def zero_after(dependency: Int[Array, ""]) -> Int[Array, ""]:
+    """Returns 0 with a data dependence on `dependency`, a non-negative index or token.
 
     Added to the index of a write, it keeps XLA from moving the write before the reads that led to
-    `witness`. An earlier write would require a copy of the whole cache.
+    `dependency`. An earlier write would require a copy of the whole cache.
     """
-    return jnp.minimum(witness, 0)
+    return jnp.minimum(dependency, 0)
 
 
 def take_path(nodes: Slots, path: Int[Array, "B A"]) -> Slots:

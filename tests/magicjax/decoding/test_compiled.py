@@ -208,7 +208,7 @@ def test_the_loop_copies_no_ring(drafter):
 
 def test_a_commit_without_data_dependence_on_its_reads_copies_the_cache(monkeypatch):
     """Without the dependence on verification, XLA writes first and copies the cache."""
-    monkeypatch.setattr(full_cache, "zero_after", lambda witness: 0)
+    monkeypatch.setattr(full_cache, "zero_after", lambda dependency: 0)
     monkeypatch.setattr(loop, "_truncate", truncate_without_the_result)
     request = request_of("plain")
     state = Decoder(request).state_shapes()
